@@ -1,0 +1,59 @@
+# Each target first does what it stands on and skips what is up to date: a second `make demo` starts at once.
+
+SMOLLM2 := models/SmolLM2-135M-Instruct.Q4_1.gguf
+GEMMA3  := models/gemma-3-270m.Q4_K_M.gguf
+DEMO_QUESTION ?= What is the access code of the boathouse door?
+
+# CI refuses warnings; a user whose compiler is newer than ours should still get a build.
+WERROR := $(if $(filter true,$(CI)),ON,OFF)
+SOURCES = git ls-files -z --cached --others --exclude-standard -- '*.h' '*.cc'
+CLANG_FORMAT = xargs -0r clang-format-14
+
+.PHONY: help setup model models build demo test test-asan test-tsan format format-check clean
+
+help: ## This list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## Debian packages, and .venv with libllama in it
+	@tools/setup.sh
+
+model: $(SMOLLM2) ## The default model, into models/
+	@echo $(SMOLLM2)
+
+models: $(SMOLLM2) $(GEMMA3) ## Every model that the tests use
+	@printf '%s\n' $^
+
+# get_models.py carries the hashes, so a file older than it may be of another version.
+$(SMOLLM2) $(GEMMA3): tools/get_models.py | setup
+	@.venv/bin/python tools/get_models.py $@
+
+# Later changes to CMakeLists.txt are ninja's to notice.
+build/release/build.ninja build/asan/build.ninja build/tsan/build.ninja: build/%/build.ninja: CMakePresets.json | setup
+	@cmake --preset $* -DDUALDECODER_WERROR=$(WERROR)
+	@touch $@
+
+build: build/release/build.ninja ## build/release/dualdecoder
+	@cmake --build --preset release
+
+demo: build $(SMOLLM2) ## One question about a long document, answered: DEMO_QUESTION="..."
+	@build/release/dualdecoder run -m $(SMOLLM2) -f demo/lighthouse-logbook.md -p "$(DEMO_QUESTION)" \
+	  --chat --temp 0 -n 96
+
+test: build $(SMOLLM2) $(GEMMA3) ## Every test
+	@ctest --preset release
+
+test-asan test-tsan: test-%: build/%/build.ninja $(SMOLLM2) $(GEMMA3)
+	@cmake --build --preset $*
+	@ctest --preset $*
+
+test-asan: ## Tests labelled fast, with AddressSanitizer and UndefinedBehaviorSanitizer
+test-tsan: ## Tests labelled fast, with ThreadSanitizer
+
+format: setup ## Formats every C++ file
+	@$(SOURCES) | $(CLANG_FORMAT) -i
+
+format-check: setup ## Fails if `make format` would change a file
+	@$(SOURCES) | $(CLANG_FORMAT) --dry-run -Werror
+
+clean: ## Removes build/; .venv and models/ stay
+	rm -rf build

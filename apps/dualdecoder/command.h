@@ -1,0 +1,50 @@
+// What the subcommands share: exit codes, the options that choose a model and an engine, loading with progress.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include <CLI/CLI.hpp>
+
+#include "base/error.h"
+#include "decode/engine.h"
+#include "model/model.h"
+
+namespace dualdecoder {
+
+inline constexpr int kExitSuccess = 0;
+inline constexpr int kExitFailure = 1;
+inline constexpr int kExitUsage = 2;
+inline constexpr int kExitInterrupted = 130;  // as a shell reports SIGINT
+
+struct ModelOptions {
+  std::string model;
+  std::string context = "0";  // tokens, with an optional unit; 0: the model's own
+  std::uint32_t threads = 0;  // 0: one per core
+  std::uint32_t batch = 512;
+  std::uint32_t block_tokens = 32;
+  bool batch_invariant = false;
+};
+
+/// -m, -c, -t, -b and the like.
+void add_model_options(CLI::App& command, ModelOptions& options);
+/// Makes every long flag of `command` settable as DUALDECODER_<NAME>, e.g. --top-k as DUALDECODER_TOP_K.
+void add_environment_names(CLI::App& command);
+
+/// Registers a subcommand; its result is what `main` returns.
+void add_run_command(CLI::App& app, int& exit_code);
+void add_bench_command(CLI::App& app, int& exit_code);
+
+/// "dualdecoder: <message>" on stderr; returns the exit code that fits: 2 for input that can never work, 1 otherwise.
+int report(const Error& error);
+
+Result<std::unique_ptr<Model>> load_model(const ModelOptions& options);
+/// The engine options of these model options; a context beyond the model's training gives a warning on stderr.
+Result<EngineOptions> engine_options(const ModelOptions& options, const Model& model);
+
+/// Set by the first Ctrl-C; a second one ends the process at once.
+bool interrupted();
+void catch_interrupts();
+
+}  // namespace dualdecoder

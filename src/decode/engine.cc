@@ -1,0 +1,85 @@
+#include "decode/engine.h"
+
+#include <algorithm>
+
+#include "base/check.h"
+
+namespace dualdecoder {
+
+Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineOptions& requested) {
+  const Hyperparameters& shape = model.hyperparameters();
+  EngineOptions options = requested;
+  if (options.context == 0) options.context = shape.context_train;
+  if (options.block_tokens != 16 && options.block_tokens != 32 && options.block_tokens != 64) {
+    return fail(ErrorCode::kInvalidArgument, "a block of {} tokens: 16, 32 and 64 are possible", options.block_tokens);
+  }
+  options.prefill_chunk = std::clamp(options.prefill_chunk, 1U, options.context);
+  options.sequences = std::max(options.sequences, 1U);
+  options.outputs_max = std::max(options.outputs_max, options.sequences);
+
+  std::unique_ptr<Engine> engine(new Engine(model, options));
+  const KvGeometry geometry = shape.geometry(options.block_tokens);
+  const std::uint64_t slots =
+      std::uint64_t{geometry.blocks_for(options.context)} * options.sequences * geometry.layers;
+  if (slots > UINT32_MAX) {
+    return fail(ErrorCode::kInvalidArgument, "a context of {} tokens for {} sequences is too large", options.context,
+                options.sequences);
+  }
+  auto near = NearTier::create(geometry, static_cast<std::uint32_t>(slots));
+  if (!near) return std::unexpected(near.error());
+  engine->near_ = std::move(*near);
+
+  const ForwardOptions forward_options{.threads = options.threads,
+                                       .rows_max = std::max(options.prefill_chunk, options.outputs_max),
+                                       .outputs_max = options.outputs_max,
+                                       .batch_invariant = options.batch_invariant};
+  auto forward = Forward::create(model, forward_options);
+  if (!forward) return std::unexpected(forward.error());
+  engine->forward_ = std::move(*forward);
+  engine->step_ = std::make_unique<Step>(model, *engine->forward_);
+  return engine;
+}
+
+Status Engine::check(const Sequence& sequence, std::span<const TokenId> tokens) const {
+  if (tokens.empty()) return fail(ErrorCode::kInvalidArgument, "no tokens to decode");
+  if (Status status = model_.vocabulary().check_tokens(tokens); !status) return status;
+  if (tokens.size() > options_.context - sequence.tokens()) {
+    return fail(ErrorCode::kContextExceeded, "{} tokens do not fit the context of {}; shorten them or raise it with -c",
+                sequence.tokens() + tokens.size(), options_.context);
+  }
+  return {};
+}
+
+Result<const float*> Engine::prefill(Sequence& sequence, std::span<const TokenId> tokens, const Progress& progress) {
+  if (Status status = check(sequence, tokens); !status) return std::unexpected(status.error());
+  const auto total = static_cast<std::uint32_t>(tokens.size());
+  if (Status status = sequence.blocks().reserve(sequence.tokens() + total); !status) {
+    return std::unexpected(status.error());
+  }
+  for (std::uint32_t done = 0; done < total;) {
+    const std::uint32_t rows = std::min(options_.prefill_chunk, total - done);
+    const bool last = done + rows == total;
+    const StepGroup group{.sequence = &sequence,
+                          .tokens = tokens.subspan(done, rows),
+                          .logits = last ? LogitsWanted::kLast : LogitsWanted::kNone};
+    const float* logits = step_->run(std::span(&group, 1));
+    done += rows;
+    const bool go_on = !progress || progress(done);
+    if (last) return logits;
+    if (!go_on) break;
+  }
+  return nullptr;
+}
+
+Result<const float*> Engine::step(std::span<const StepGroup> groups) {
+  for (const StepGroup& group : groups) {
+    if (Status status = check(*group.sequence, group.tokens); !status) return std::unexpected(status.error());
+  }
+  for (const StepGroup& group : groups) {
+    const auto tokens = group.sequence->tokens() + static_cast<std::uint32_t>(group.tokens.size());
+    if (Status status = group.sequence->blocks().reserve(tokens); !status) return std::unexpected(status.error());
+  }
+  return step_->run(groups);
+}
+
+}  // namespace dualdecoder

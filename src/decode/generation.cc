@@ -1,0 +1,128 @@
+#include "decode/generation.h"
+
+#include <utility>
+
+#include "base/check.h"
+
+namespace dualdecoder {
+namespace {
+
+std::vector<TokenId> find_end_tokens(const Vocabulary& vocabulary) {
+  std::vector<TokenId> tokens;
+  for (TokenId token = 0; token < static_cast<TokenId>(vocabulary.size()); ++token) {
+    if (vocabulary.is_end(token)) tokens.push_back(token);
+  }
+  return tokens;
+}
+
+}  // namespace
+
+const char* finish_reason_name(FinishReason reason) {
+  switch (reason) {
+    case FinishReason::kRunning: return "";
+    case FinishReason::kStop: return "stop";
+    case FinishReason::kLength: return "length";
+    case FinishReason::kAbort: return "abort";
+  }
+  return "";
+}
+
+Generation::Generation(std::unique_ptr<Sequence> sequence, std::vector<TokenId> prompt, GenerationOptions options,
+                       Sampler sampler)
+    : sequence_(std::move(sequence)),
+      prompt_(std::move(prompt)),
+      options_(std::move(options)),
+      sampler_(std::move(sampler)),
+      assembler_(options_.stop) {}
+
+std::string Generation::take_text() { return std::exchange(text_, {}); }
+
+void Generation::finish(FinishReason reason) {
+  if (!running()) return;
+  finish_reason_ = reason;
+  text_ += assembler_.finish();
+}
+
+Generator::Generator(Engine& engine)
+    : engine_(engine),
+      end_tokens_(find_end_tokens(engine.model().vocabulary())),
+      scratch_(static_cast<std::int32_t>(engine.model().vocabulary().size())) {}
+
+Result<std::unique_ptr<Generation>> Generator::start(std::vector<TokenId> prompt, GenerationOptions options) {
+  const Vocabulary& vocabulary = engine_.model().vocabulary();
+  const auto vocabulary_size = static_cast<std::int32_t>(vocabulary.size());
+  if (prompt.empty()) return fail(ErrorCode::kInvalidArgument, "the prompt is empty");
+  if (Status status = vocabulary.check_tokens(prompt); !status) return std::unexpected(status.error());
+  if (prompt.size() >= engine_.context()) {
+    return fail(ErrorCode::kContextExceeded,
+                "the prompt has {} tokens and the context holds {}: nothing would be left for an answer; "
+                "shorten the prompt or raise the context (-c)",
+                prompt.size(), engine_.context());
+  }
+  if (Status status = validate(options.sampling, vocabulary_size, end_tokens_); !status) {
+    return std::unexpected(status.error());
+  }
+  if (Status status = validate_stop_strings(options.stop); !status) return std::unexpected(status.error());
+
+  Sampler sampler(options.sampling, vocabulary_size, end_tokens_);
+  for (const TokenId token : prompt) sampler.accept(token);
+  return std::unique_ptr<Generation>(
+      new Generation(engine_.new_sequence(), std::move(prompt), std::move(options), std::move(sampler)));
+}
+
+Status Generator::prefill(Generation& generation, const Engine::Progress& progress) {
+  DD_CHECK(generation.running() && generation.sequence_->tokens() == 0);
+  const auto logits = engine_.prefill(*generation.sequence_, generation.prompt_, progress);
+  if (!logits) return std::unexpected(logits.error());
+  if (*logits == nullptr) {
+    generation.finish(FinishReason::kAbort);
+    return {};
+  }
+  if (generation.options_.tokens_max == 0U) {
+    generation.finish(FinishReason::kLength);
+    return {};
+  }
+  return draw(generation, *logits);
+}
+
+Status Generator::step(std::span<Generation* const> running) {
+  groups_.clear();
+  for (Generation* generation : running) {
+    DD_CHECK(generation->running() && !generation->tokens_.empty());
+    groups_.push_back({.sequence = generation->sequence_.get(),
+                       .tokens = std::span(&generation->tokens_.back(), 1),
+                       .logits = LogitsWanted::kLast});
+  }
+  const auto logits = engine_.step(groups_);
+  if (!logits) return std::unexpected(logits.error());
+  const std::size_t vocabulary = engine_.model().vocabulary().size();
+  for (std::size_t i = 0; i < running.size(); ++i) {
+    if (Status status = draw(*running[i], *logits + i * vocabulary); !status) return status;
+  }
+  return {};
+}
+
+Status Generator::draw(Generation& generation, const float* logits) {
+  const Vocabulary& vocabulary = engine_.model().vocabulary();
+  const std::span row(logits, vocabulary.size());
+  const auto position = static_cast<std::uint32_t>(generation.prompt_.size() + generation.tokens_.size());
+  if (generation.options_.on_logits) generation.options_.on_logits(row);
+  const auto token = generation.sampler_.sample(row, position, scratch_);
+  if (!token) return std::unexpected(token.error());
+  generation.sampler_.accept(*token);
+  generation.tokens_.push_back(*token);
+
+  if (vocabulary.is_end(*token)) {
+    generation.finish(FinishReason::kStop);
+    return {};
+  }
+  generation.text_ += generation.assembler_.push(vocabulary.piece(*token));
+  if (generation.assembler_.stopped()) {
+    generation.finish(FinishReason::kStop);
+  } else if (generation.tokens_.size() == generation.options_.tokens_max || position + 1 >= engine_.context()) {
+    generation.finish(FinishReason::kLength);
+  }
+  return {};
+}
+
+}  // namespace dualdecoder

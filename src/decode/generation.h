@@ -1,0 +1,95 @@
+// From a prompt to text: a Generation is one request's state, a Generator moves any number of them forward.
+//
+//   auto generation = generator.start(prompt_tokens, options);   // checks everything, computes nothing
+//   generator.prefill(*generation, progress);                    // the prompt, and the first token
+//   while (running) generator.step(running);                     // one token for each
+//
+// A token is drawn from the logits of the row before it, with noise that belongs to its position, so its value does not
+// depend on which other generations share the step (as far as the logits do not; see EngineOptions::batch_invariant).
+// The generator and its generations belong to the engine's thread.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "decode/engine.h"
+#include "decode/sampler.h"
+#include "decode/text_assembler.h"
+
+namespace dualdecoder {
+
+struct GenerationOptions {
+  SamplingOptions sampling;
+  std::vector<std::string> stop;             // at most kMaxStopStrings
+  std::optional<std::uint32_t> tokens_max;   // none: until the model ends or the context is full
+  /// Called with the logits [vocabulary] of each generated position, before its token is drawn.
+  std::function<void(std::span<const float>)> on_logits;
+};
+
+enum class FinishReason {
+  kRunning,
+  kStop,    // an end token or a stop string
+  kLength,  // tokens_max, or the context is full
+  kAbort,   // stopped from outside
+};
+/// "stop", "length", "abort"; "" while running.
+const char* finish_reason_name(FinishReason reason);
+
+class Generation {
+ public:
+  const std::vector<TokenId>& prompt() const { return prompt_; }
+  /// Every token drawn, the end token included.
+  const std::vector<TokenId>& tokens() const { return tokens_; }
+  FinishReason finish_reason() const { return finish_reason_; }
+  bool running() const { return finish_reason_ == FinishReason::kRunning; }
+  const Sequence& sequence() const { return *sequence_; }
+  /// Text that has become final since the last call: whole UTF-8, without stop strings.
+  std::string take_text();
+  /// Ends it from outside; the text held back is released.
+  void abort() { finish(FinishReason::kAbort); }
+
+ private:
+  friend class Generator;
+  Generation(std::unique_ptr<Sequence> sequence, std::vector<TokenId> prompt, GenerationOptions options,
+             Sampler sampler);
+  void finish(FinishReason reason);
+
+  std::unique_ptr<Sequence> sequence_;
+  std::vector<TokenId> prompt_;
+  GenerationOptions options_;
+  Sampler sampler_;
+  TextAssembler assembler_;
+  std::vector<TokenId> tokens_;
+  std::string text_;
+  FinishReason finish_reason_ = FinishReason::kRunning;
+};
+
+class Generator {
+ public:
+  explicit Generator(Engine& engine);
+
+  /// Refuses bad options, tokens outside the vocabulary and prompts that leave no room in the context.
+  Result<std::unique_ptr<Generation>> start(std::vector<TokenId> prompt, GenerationOptions options);
+  /// Computes the prompt and draws the first token. When `progress` stops it, the generation ends as kAbort.
+  Status prefill(Generation& generation, const Engine::Progress& progress = {});
+  /// One step in which each of `running` gets its next token. All are running and prefilled. An error ends none.
+  Status step(std::span<Generation* const> running);
+
+  const std::vector<TokenId>& end_tokens() const { return end_tokens_; }
+
+ private:
+  Status draw(Generation& generation, const float* logits);
+
+  Engine& engine_;
+  std::vector<TokenId> end_tokens_;
+  SamplerScratch scratch_;
+  std::vector<StepGroup> groups_;
+};
+
+}  // namespace dualdecoder

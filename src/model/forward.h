@@ -1,0 +1,91 @@
+// Runs a model's layers for the rows of one step. Each layer is one ggml graph: the tail of the layer before (output
+// projection, feed-forward) and the head of this one (norm, Q, K, V, rotary). Between two graphs the caller attends.
+//
+//   forward.begin(tokens, positions, output_rows);
+//   for each layer: { LayerRows rows = forward.project(layer); ... write rows.attention ...; }
+//   const float* logits = forward.logits();
+//
+// Graphs are built once per (rows, outputs) and kept; their temporaries share one buffer, sized at start for the largest
+// step. What passes from graph to graph (x, Q, K, V, attention) lies in fixed places that the graphs read and write
+// directly, without copies. Owned by the engine thread; only parallel() runs code on other threads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include <ggml-backend.h>
+#include <ggml-cpp.h>
+
+#include "base/error.h"
+#include "model/model.h"
+
+namespace dualdecoder {
+
+struct ForwardOptions {
+  std::uint32_t threads = 1;
+  std::uint32_t rows_max = 512;     // of one step
+  std::uint32_t outputs_max = 512;  // rows of one step that want logits
+  bool batch_invariant = false;
+};
+
+/// In host memory, valid until the next begin(). Rows in the order of begin().
+struct LayerRows {
+  const float* q = nullptr;    // [rows, heads, head_dim]
+  const float* k = nullptr;    // [rows, kv_heads, head_dim]
+  const float* v = nullptr;    // [rows, kv_heads, head_dim]
+  float* attention = nullptr;  // [rows, heads, head_dim], to be written before the next project() or logits()
+};
+
+class Forward {
+ public:
+  static Result<std::unique_ptr<Forward>> create(const Model& model, const ForwardOptions& options);
+  ~Forward();
+
+  /// `output_rows`: indices of the rows that want logits, ascending; may be empty.
+  void begin(std::span<const TokenId> tokens, std::span<const std::uint32_t> positions,
+             std::span<const std::uint32_t> output_rows);
+  /// Layers in order, each once.
+  LayerRows project(LayerIndex layer);
+  /// [outputs, vocabulary], valid until the next begin(). After all layers, when there are output rows.
+  const float* logits();
+
+  /// Runs fn(thread) for thread = 0 .. threads - 1 on ggml's threads and returns when all are done.
+  void parallel(const std::function<void(std::uint32_t)>& fn);
+
+  std::uint32_t threads() const { return options_.threads; }
+  /// Steps of at most this many rows are batch-invariant when asked for; larger ones use ggml's products for many rows.
+  static constexpr std::uint32_t kInvariantRowsMax = 32;
+  /// Bytes of activations: fixed places and temporaries.
+  std::size_t activation_bytes() const;
+
+ private:
+  struct Graphs;
+  struct Places;
+
+  Forward(const Model& model, const ForwardOptions& options);
+  Status allocate();
+  Graphs& graphs_for(std::uint32_t rows, std::uint32_t outputs);
+  std::unique_ptr<Graphs> build(std::uint32_t rows, std::uint32_t outputs);
+  void build_layer(Graphs& graphs, LayerIndex layer);
+  void build_logits(Graphs& graphs);
+  bool place_temporaries(Graphs& graphs);
+  void run(ggml_cgraph* graph);
+
+  const Model& model_;
+  ForwardOptions options_;
+  ggml_backend_ptr backend_;
+  ggml_gallocr_ptr temporaries_;
+  std::unique_ptr<Places> places_;
+  std::vector<std::unique_ptr<Graphs>> graphs_;  // most recently used first
+  Graphs* current_ = nullptr;
+
+  ggml_context_ptr parallel_context_;
+  ggml_cgraph* parallel_graph_ = nullptr;
+  const std::function<void(std::uint32_t)>* parallel_fn_ = nullptr;
+};
+
+}  // namespace dualdecoder

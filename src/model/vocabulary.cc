@@ -1,0 +1,140 @@
+#include "model/vocabulary.h"
+
+#include <array>
+
+#include "base/check.h"
+#include "model/log_capture.h"
+
+namespace dualdecoder {
+namespace {
+
+// libllama checks some of these by assertions that end the process; here they are errors that name the key.
+Status check_tokenizer_keys(const GgufFile& file) {
+  if (auto kind = file.string("tokenizer.ggml.model"); !kind) return std::unexpected(kind.error());
+  const auto tokens = file.array_length("tokenizer.ggml.tokens", GGUF_TYPE_STRING);
+  if (!tokens) return std::unexpected(tokens.error());
+
+  struct ListKey {
+    const char* name;
+    gguf_type element;
+    bool one_per_token;
+  };
+  for (const ListKey& key : {ListKey{"tokenizer.ggml.scores", GGUF_TYPE_FLOAT32, true},
+                             ListKey{"tokenizer.ggml.token_type", GGUF_TYPE_INT32, true},
+                             ListKey{"tokenizer.ggml.merges", GGUF_TYPE_STRING, false}}) {
+    if (!file.has(key.name)) continue;
+    const auto length = file.array_length(key.name, key.element);
+    if (!length) return std::unexpected(length.error());
+    if (key.one_per_token && *length != *tokens) {
+      return fail(ErrorCode::kCorrupt, "{}: key {} has {} entries for {} tokens; convert the model again", file.path(),
+                  key.name, *length, *tokens);
+    }
+  }
+  for (const char* name : {"tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id",
+                           "tokenizer.ggml.eot_token_id", "tokenizer.ggml.unknown_token_id",
+                           "tokenizer.ggml.padding_token_id"}) {
+    const auto id = file.u32_or(name, 0);
+    if (!id) return std::unexpected(id.error());
+    if (*id >= *tokens) {
+      return fail(ErrorCode::kCorrupt, "{}: key {} is {}, the vocabulary has {} tokens", file.path(), name, *id,
+                  *tokens);
+    }
+  }
+  for (const char* name : {"tokenizer.ggml.pre", "tokenizer.chat_template"}) {
+    if (auto text = file.string_or(name, ""); !text) return std::unexpected(text.error());
+  }
+  return {};
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Vocabulary>> Vocabulary::load(const GgufFile& file) {
+  if (Status status = check_tokenizer_keys(file); !status) return std::unexpected(status.error());
+
+  std::unique_ptr<Vocabulary> vocabulary(new Vocabulary());
+  llama_model_params params = llama_model_default_params();
+  params.vocab_only = true;
+  const LogCapture log;
+  vocabulary->model_.reset(llama_model_load_from_file(file.path().c_str(), params));
+  if (!vocabulary->model_) {
+    return fail(ErrorCode::kCorrupt, "{}: libllama cannot read its vocabulary: {}", file.path(), log.last_error());
+  }
+  vocabulary->vocab_ = llama_model_get_vocab(vocabulary->model_.get());
+  vocabulary->size_ = static_cast<std::uint32_t>(llama_vocab_n_tokens(vocabulary->vocab_));
+  if (const char* text = llama_model_chat_template(vocabulary->model_.get(), nullptr); text != nullptr) {
+    vocabulary->chat_template_ = text;
+  }
+  return vocabulary;
+}
+
+std::vector<TokenId> Vocabulary::tokenize(std::string_view text, bool add_special, bool parse_special) const {
+  std::vector<TokenId> tokens(text.size() / 2 + 16);
+  const auto call = [&] {
+    return llama_tokenize(vocab_, text.data(), static_cast<std::int32_t>(text.size()), tokens.data(),
+                          static_cast<std::int32_t>(tokens.size()), add_special, parse_special);
+  };
+  std::int32_t count = call();
+  if (count < 0) {  // minus the number of tokens there are
+    tokens.resize(static_cast<std::size_t>(-count));
+    count = call();
+  }
+  DD_CHECK(count >= 0, "{}", count);
+  tokens.resize(static_cast<std::size_t>(count));
+  return tokens;
+}
+
+std::string Vocabulary::piece(TokenId token, bool special) const {
+  std::array<char, 256> buffer{};
+  const auto call = [&](char* data, std::size_t bytes) {
+    return llama_token_to_piece(vocab_, token, data, static_cast<std::int32_t>(bytes), 0, special);
+  };
+  const std::int32_t count = call(buffer.data(), buffer.size());
+  if (count >= 0) return {buffer.data(), static_cast<std::size_t>(count)};
+  std::string text(static_cast<std::size_t>(-count), '\0');
+  call(text.data(), text.size());
+  return text;
+}
+
+Status Vocabulary::check_tokens(std::span<const TokenId> tokens) const {
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    if (tokens[i] < 0 || static_cast<std::uint32_t>(tokens[i]) >= size_) {
+      return fail(ErrorCode::kInvalidArgument, "token {} at index {} is outside the vocabulary (0 to {})", tokens[i], i,
+                  size_ - 1);
+    }
+  }
+  return {};
+}
+
+Result<std::string> Vocabulary::apply_chat_template(std::span<const ChatMessage> messages,
+                                                    const std::string& name) const {
+  if (name.empty() && chat_template_.empty()) {
+    return fail(ErrorCode::kUnsupported,
+                "the model carries no chat template; name one with --chat-template, or use --raw");
+  }
+  std::vector<llama_chat_message> chat;
+  std::size_t bytes = 256;
+  for (const ChatMessage& message : messages) {
+    chat.push_back({message.role.c_str(), message.content.c_str()});
+    bytes += message.role.size() + message.content.size() + 64;
+  }
+  const char* text = name.empty() ? chat_template_.c_str() : name.c_str();
+  std::string prompt(bytes, '\0');
+  const auto call = [&] {
+    return llama_chat_apply_template(text, chat.data(), chat.size(), true, prompt.data(),
+                                     static_cast<std::int32_t>(prompt.size()));
+  };
+  std::int32_t length = call();
+  if (length > static_cast<std::int32_t>(prompt.size())) {
+    prompt.resize(static_cast<std::size_t>(length));
+    length = call();
+  }
+  if (length < 0) {
+    return fail(ErrorCode::kUnsupported, "{}; name one of libllama's with --chat-template (chatml, llama3, gemma, ...)",
+                name.empty() ? "the model's chat template is not one that libllama knows"
+                             : fmt::format("there is no chat template \"{}\"", name));
+  }
+  prompt.resize(static_cast<std::size_t>(length));
+  return prompt;
+}
+
+}  // namespace dualdecoder

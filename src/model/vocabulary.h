@@ -1,0 +1,60 @@
+// Text to tokens and back, and chat templates: libllama's own, loaded from the same GGUF file without its weights.
+// Immutable after load: any thread may call.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <llama.h>
+
+#include "base/error.h"
+#include "model/gguf_file.h"
+
+namespace dualdecoder {
+
+using TokenId = std::int32_t;
+
+struct ChatMessage {
+  std::string role;
+  std::string content;
+};
+
+class Vocabulary {
+ public:
+  static Result<std::unique_ptr<Vocabulary>> load(const GgufFile& file);
+
+  std::uint32_t size() const { return size_; }
+  const llama_vocab* handle() const { return vocab_; }
+
+  /// Tokens of `text`. `add_special`: with the tokens the model wants at its beginning; `parse_special`: texts of
+  /// control tokens become these tokens (for rendered chat templates), otherwise they stay plain text.
+  std::vector<TokenId> tokenize(std::string_view text, bool add_special, bool parse_special) const;
+  /// The bytes of one token; they need not be whole UTF-8. Control tokens give nothing unless `special`.
+  std::string piece(TokenId token, bool special = false) const;
+  bool is_end(TokenId token) const { return llama_vocab_is_eog(vocab_, token); }
+  /// kInvalidArgument naming the index and the value of the first id outside the vocabulary.
+  Status check_tokens(std::span<const TokenId> tokens) const;
+
+  /// Whether the file carries a chat template at all.
+  bool has_chat_template() const { return !chat_template_.empty(); }
+  /// The messages as one prompt that ends where the assistant speaks. `name`: one of libllama's built-in templates;
+  /// empty: the template in the file. A template that libllama does not know is kUnsupported, never a guess.
+  Result<std::string> apply_chat_template(std::span<const ChatMessage> messages, const std::string& name) const;
+
+ private:
+  Vocabulary() = default;
+
+  struct FreeModel {
+    void operator()(llama_model* model) const { llama_model_free(model); }
+  };
+  std::unique_ptr<llama_model, FreeModel> model_;
+  const llama_vocab* vocab_ = nullptr;
+  std::uint32_t size_ = 0;
+  std::string chat_template_;
+};
+
+}  // namespace dualdecoder

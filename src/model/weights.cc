@@ -1,0 +1,142 @@
+#include "model/weights.h"
+
+#include <algorithm>
+
+#include <ggml-cpu.h>
+
+#include <fmt/ranges.h>
+
+#include "base/check.h"
+
+namespace dualdecoder {
+namespace {
+
+ggml_backend_dev_t cpu_device() { return ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU); }
+
+std::vector<ggml_backend_buffer_type_t> extra_buffer_types() {
+  using GetExtraTypes = ggml_backend_buffer_type_t* (*)(ggml_backend_dev_t);
+  ggml_backend_reg_t registry = ggml_backend_dev_backend_reg(cpu_device());
+  auto get = reinterpret_cast<GetExtraTypes>(
+      ggml_backend_reg_get_proc_address(registry, "ggml_backend_dev_get_extra_bufts"));
+  std::vector<ggml_backend_buffer_type_t> types;
+  for (auto* type = get == nullptr ? nullptr : get(cpu_device()); type != nullptr && *type != nullptr; ++type) {
+    types.push_back(*type);
+  }
+  return types;
+}
+
+ggml_context_ptr tensor_context(std::size_t tensors) {
+  return ggml_context_ptr(ggml_init(
+      {.mem_size = tensors * ggml_tensor_overhead(), .mem_buffer = nullptr, .no_alloc = true}));
+}
+
+}  // namespace
+
+Weights::Weights(const GgufFile& file) : file_(file), extra_types_(extra_buffer_types()) {}
+
+ggml_tensor* Weights::product(const std::string& name, std::int64_t inputs, std::int64_t outputs) {
+  return record(name, {inputs, outputs}, true);
+}
+
+ggml_tensor* Weights::product_or(const std::string& name, const std::string& fallback, std::int64_t inputs,
+                                 std::int64_t outputs) {
+  return product(file_.find_tensor(name) != nullptr ? name : fallback, inputs, outputs);
+}
+
+ggml_tensor* Weights::table(const std::string& name, std::int64_t width, std::int64_t rows) {
+  return record(name, {width, rows}, false);
+}
+
+ggml_tensor* Weights::vector(const std::string& name, std::int64_t elements) {
+  return record(name, {elements}, false);
+}
+
+ggml_tensor* Weights::optional_vector(const std::string& name, std::int64_t elements) {
+  return file_.find_tensor(name) == nullptr ? nullptr : vector(name, elements);
+}
+
+ggml_tensor* Weights::record(const std::string& name, std::initializer_list<std::int64_t> shape, bool is_product) {
+  if (!first_error_) return nullptr;
+  const GgufTensor* entry = file_.find_tensor(name);
+  if (entry == nullptr) {
+    first_error_ = fail(ErrorCode::kCorrupt, "{} has no tensor {}; convert the model again", file_.path(), name);
+    return nullptr;
+  }
+  std::array<std::int64_t, GGML_MAX_DIMS> wanted{1, 1, 1, 1};
+  std::copy(shape.begin(), shape.end(), wanted.begin());
+  if (entry->shape != wanted) {
+    first_error_ = fail(ErrorCode::kCorrupt, "{}: tensor {} has the shape [{}], wanted [{}]", file_.path(), name,
+                        fmt::join(entry->shape, ", "), fmt::join(wanted, ", "));
+    return nullptr;
+  }
+  Pool& pool = pool_for(is_product ? repacked_type_for(*entry) : nullptr);
+  ggml_tensor* tensor =
+      ggml_new_tensor(pool.context.get(), entry->type, static_cast<int>(shape.size()), wanted.data());
+  ggml_set_name(tensor, name.c_str());
+  pool.tensors.emplace_back(tensor, entry);
+  return tensor;
+}
+
+Weights::Pool& Weights::pool_for(ggml_backend_buffer_type_t type) {
+  for (const auto& pool : pools_) {
+    if (pool->type == type) return *pool;
+  }
+  auto pool = std::make_unique<Pool>();
+  pool->type = type;
+  pool->context = tensor_context(file_.tensors().size() + 8);
+  return *pools_.emplace_back(std::move(pool));
+}
+
+// libllama's rule: the first extra buffer type of the CPU in which the backend supports this product.
+ggml_backend_buffer_type_t Weights::repacked_type_for(const GgufTensor& tensor) const {
+  const ggml_context_ptr context = tensor_context(4);
+  ggml_tensor* weight = ggml_new_tensor_2d(context.get(), tensor.type, tensor.shape[0], tensor.shape[1]);
+  ggml_tensor* input = ggml_new_tensor_2d(context.get(), GGML_TYPE_F32, tensor.shape[0], 512);
+  ggml_tensor* operation = ggml_mul_mat(context.get(), weight, input);
+  for (ggml_backend_buffer_type_t type : extra_types_) {
+    const ggml_backend_buffer_ptr empty(ggml_backend_buft_alloc_buffer(type, 0));
+    weight->buffer = empty.get();
+    const bool supported = ggml_backend_dev_supports_op(cpu_device(), operation);
+    weight->buffer = nullptr;
+    if (supported) return type;
+  }
+  return nullptr;
+}
+
+Status Weights::load(const std::function<void(std::size_t, std::size_t)>& progress) {
+  if (!first_error_) return first_error_;
+  std::size_t total = 0;
+  for (const auto& pool : pools_) {
+    for (const auto& [tensor, entry] : pool->tensors) total += entry->bytes;
+  }
+  std::size_t done = 0;
+  const MappedFile& mapping = file_.mapping();
+  auto* base = const_cast<std::byte*>(mapping.data());
+  for (const auto& pool : pools_) {
+    if (pool->type == nullptr) {
+      pool->buffer.reset(ggml_backend_cpu_buffer_from_ptr(base, mapping.bytes()));
+    } else {
+      pool->buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(pool->context.get(), pool->type));
+    }
+    if (!pool->buffer) {
+      return fail(ErrorCode::kOutOfMemory, "{}: not enough memory for {} bytes of weights", file_.path(), total);
+    }
+    for (const auto& [tensor, entry] : pool->tensors) {
+      if (pool->type == nullptr) {
+        const ggml_status status = ggml_backend_tensor_alloc(pool->buffer.get(), tensor, base + entry->offset);
+        DD_CHECK(status == GGML_STATUS_SUCCESS, "{}", entry->name);
+        mapped_bytes_ += entry->bytes;
+      } else {
+        ggml_backend_tensor_set(tensor, base + entry->offset, 0, entry->bytes);
+        mapping.drop_pages(entry->offset, entry->bytes);
+        repacked_bytes_ += entry->bytes;
+      }
+      done += entry->bytes;
+      progress(done, total);
+    }
+    ggml_backend_buffer_set_usage(pool->buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+  }
+  return {};
+}
+
+}  // namespace dualdecoder

@@ -1,0 +1,70 @@
+// The tensors of a model where the matrix products read them. As in libllama, a matrix goes into one of the CPU
+// backend's repacked buffers when that backend has a faster product for its type, and stays memory-mapped otherwise;
+// norms, biases and the embedding table always stay mapped.
+//
+// Use in two phases: an architecture asks for its tensors by name and shape (product, vector, ...), which only records
+// them; then load() allocates, repacks and makes their data valid. The first tensor that is missing or has another
+// shape is remembered, and load() returns it. Immutable after load().
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <initializer_list>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ggml-backend.h>
+#include <ggml-cpp.h>
+#include <ggml.h>
+
+#include "base/error.h"
+#include "model/gguf_file.h"
+
+namespace dualdecoder {
+
+class Weights {
+ public:
+  explicit Weights(const GgufFile& file);
+
+  /// A matrix [inputs, outputs] for products; may be repacked.
+  ggml_tensor* product(const std::string& name, std::int64_t inputs, std::int64_t outputs);
+  /// The same matrix under a second role: `name` if the file has it, otherwise `fallback` (tied embeddings).
+  ggml_tensor* product_or(const std::string& name, const std::string& fallback, std::int64_t inputs,
+                          std::int64_t outputs);
+  /// A table of which single rows are read.
+  ggml_tensor* table(const std::string& name, std::int64_t width, std::int64_t rows);
+  /// A norm's scale or a bias.
+  ggml_tensor* vector(const std::string& name, std::int64_t elements);
+  /// The same, or null when the file has none.
+  ggml_tensor* optional_vector(const std::string& name, std::int64_t elements);
+
+  /// Makes every recorded tensor valid. `progress` is called with bytes done of bytes in all.
+  Status load(const std::function<void(std::size_t, std::size_t)>& progress);
+
+  /// Bytes in repacked buffers (resident memory beside the mapped file).
+  std::size_t repacked_bytes() const { return repacked_bytes_; }
+  /// Bytes of mapped tensors in use.
+  std::size_t mapped_bytes() const { return mapped_bytes_; }
+
+ private:
+  struct Pool {  // tensors of one buffer type; a null type means the mapped file
+    ggml_backend_buffer_type_t type = nullptr;
+    ggml_context_ptr context;
+    ggml_backend_buffer_ptr buffer;
+    std::vector<std::pair<ggml_tensor*, const GgufTensor*>> tensors;
+  };
+
+  ggml_tensor* record(const std::string& name, std::initializer_list<std::int64_t> shape, bool is_product);
+  Pool& pool_for(ggml_backend_buffer_type_t type);
+  ggml_backend_buffer_type_t repacked_type_for(const GgufTensor& tensor) const;
+
+  const GgufFile& file_;
+  std::vector<ggml_backend_buffer_type_t> extra_types_;
+  std::vector<std::unique_ptr<Pool>> pools_;
+  Status first_error_;
+  std::size_t repacked_bytes_ = 0;
+  std::size_t mapped_bytes_ = 0;
+};
+
+}  // namespace dualdecoder
