@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 LAYERS = [
     {"base"},
     {"kv"},
-    {"model", "select", "transfer", "attention"},
+    {"model", "select", "transfer", "attention", "peer"},
     {"decode"},
     {"serve"},
     {"apps"},

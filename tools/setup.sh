@@ -84,7 +84,7 @@ build_llama() {
   tar -xzf "${archive[0]}" -C "$llama_build/source" --strip-components=1 --no-same-owner
   # Without CC and CXX it would be the compiler that Python itself was built with, which need not be here.
   CC="${CC:-gcc}" CXX="${CXX:-g++}" \
-    CMAKE_ARGS="$llama_flags -DCMAKE_PROJECT_llama.cpp_INCLUDE=$PWD/tools/libllama_only.cmake" \
+    CMAKE_ARGS="$llama_flags '-DCMAKE_PROJECT_llama.cpp_INCLUDE=$PWD/tools/libllama_only.cmake'" \
     SKBUILD_BUILD_DIR="$PWD/$llama_build/objects" \
     CCACHE_BASEDIR="$PWD" CCACHE_NAMESPACE="$cpu" \
     "${pip[@]}" install -v --no-deps --no-build-isolation "./$llama_build/source"

@@ -1,8 +1,20 @@
+#include <algorithm>
+
 #include "command.h"
 #include "model/log_capture.h"
 
 namespace dualdecoder {
 namespace {
+
+// llama.cpp's short names of two letters, which the parser would take for two flags.
+std::vector<std::string> arguments(int argc, char** argv) {
+  std::vector<std::string> list(argv + 1, argv + argc);
+  for (std::string& argument : list) {
+    if (argument == "-np") argument = "--np";
+  }
+  std::reverse(list.begin(), list.end());  // as CLI11 takes them
+  return list;
+}
 
 int run_main(int argc, char** argv) {
   CLI::App app("DualDecoder: decode long contexts with the KV cache in a far tier and a small near working set");
@@ -16,7 +28,7 @@ int run_main(int argc, char** argv) {
   add_bench_command(app, exit_code);
   quiet_library_logs();
   try {
-    app.parse(argc, argv);
+    app.parse(arguments(argc, argv));
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
     fmt::print(stderr, "dualdecoder: {}; see dualdecoder --help\n", error.what());

@@ -40,6 +40,14 @@ struct Outcome {
   std::string text;
 };
 
+// The parser's own conversion to 64 bits stops at the largest number without a word.
+std::string check_tokens_max(const std::string& text) {
+  std::int64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error == std::errc() && end == text.data() + text.size() && value >= -1) return {};
+  return fmt::format("{} is not in the range -1 to {}", text, INT64_MAX);
+}
+
 // "-1": a random seed. Otherwise all 64 bits count, so nothing is cut off in silence.
 Result<std::uint64_t> parse_seed(const std::string& text) {
   if (text == "-1") return random_seed();
@@ -288,7 +296,7 @@ void add_run_command(CLI::App& app, int& exit_code) {
       ->type_name("NAME");
   command->add_option("-n,--predict", options->tokens_max, "Most tokens to generate; -1: until the end or the context is full")
       ->capture_default_str()
-      ->check(CLI::Range(std::int64_t{-1}, INT64_MAX))
+      ->check(check_tokens_max)
       ->type_name("TOKENS");
   command->add_option("--stop", options->stop, "Text that ends the answer and is left out of it; repeatable")
       ->type_name("TEXT");

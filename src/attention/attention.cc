@@ -42,12 +42,6 @@ std::uint32_t part_begin(std::uint32_t size, std::uint32_t parts, std::uint32_t 
   return static_cast<std::uint32_t>(std::uint64_t{size} * index / parts);
 }
 
-/// Asks for `count` elements to be brought into the cache.
-void prefetch(const f16_bits* from, std::size_t count) {
-  constexpr std::size_t kLineElements = 64 / sizeof(f16_bits);
-  for (std::size_t i = 0; i < count; i += kLineElements) __builtin_prefetch(from + i);
-}
-
 /// Grows to at least `count` elements, contents lost; no allocation when it is large enough.
 class FloatBuffer {
  public:
@@ -93,7 +87,8 @@ struct VisibleRange {
     return block.first_position <= last && std::int64_t{block.first_position} + block.tokens > first;
   }
   bool meets_any(std::span<const KvBlockView> blocks) const {
-    return std::any_of(blocks.begin(), blocks.end(), [this](const KvBlockView& block) { return meets(block); });
+    return std::any_of(blocks.begin(), blocks.end(),
+                       [this](const KvBlockView& block) { return meets(block); });
   }
 };
 
@@ -131,6 +126,12 @@ struct AttentionBatch::Impl {
     float* part;     // a state
   };
 
+  struct VisibleTile {
+    KeyTile keys;
+    std::uint32_t first_positions[kTileBlocksMax];  // of keys.blocks
+    std::size_t end_block;                          // in the group's list, where to look for the next tile
+  };
+
   // The plan; read-only while running.
   AttentionShape shape;
   std::uint32_t heads_per_kv = 0;
@@ -164,10 +165,10 @@ struct AttentionBatch::Impl {
   void pack_queries(const Unit& unit, float* q) const;
   void attend_split(const Unit& unit, std::uint32_t split, const Scratch& scratch,
                     const AttentionState& state) const;
-  /// `next_blocks` is the tile that will be attended to after this one, if any.
-  void attend_tile(const Unit& unit, std::span<const KvBlockView> blocks, std::span<const KvBlockView> next_blocks,
-                   const Scratch& scratch, const AttentionState& state) const;
-  void mask(const Unit& unit, std::span<const KvBlockView> blocks, float* scores) const;
+  VisibleTile visible_tile(const Unit& unit, std::size_t first, std::size_t end) const;
+  void attend_tile(const Unit& unit, const VisibleTile& tile, const Scratch& scratch,
+                   const AttentionState& state) const;
+  void mask(const Unit& unit, const VisibleTile& tile, float* scores) const;
   void write_result(const Unit& unit, const AttentionState& state) const;
 };
 
@@ -312,58 +313,65 @@ void AttentionBatch::Impl::pack_queries(const Unit& unit, float* q) const {
 void AttentionBatch::Impl::attend_split(const Unit& unit, std::uint32_t split, const Scratch& own,
                                         const AttentionState& state) const {
   const AttentionGroup& group = groups[unit.group];
-  const VisibleRange range = visible_range(group, unit.first_row, unit.rows);
-  clear(state, unit.rows * heads_per_kv, shape.head_dim);
   const std::size_t begin = std::size_t{split} * blocks_per_split();
   const std::size_t end = std::min(begin + blocks_per_split(), group.blocks.size());
-  const auto visible_tile_from = [&](std::size_t first) {
-    while (first < end && !range.meets_any(tile_at(group, first))) first += blocks_per_tile();
-    return first;
-  };
-  std::size_t first = visible_tile_from(begin);
-  while (first < end) {
-    const std::size_t next = visible_tile_from(first + blocks_per_tile());
-    const auto next_tile = next < end ? tile_at(group, next) : std::span<const KvBlockView>();
-    attend_tile(unit, tile_at(group, first), next_tile, own, state);
-    first = next;
+  clear(state, unit.rows * heads_per_kv, shape.head_dim);
+  VisibleTile tile = visible_tile(unit, begin, end);
+  while (tile.keys.count > 0) {
+    const VisibleTile next = visible_tile(unit, tile.end_block, end);
+    for (std::uint32_t i = 0; i < std::min(tile.keys.count, next.keys.count); ++i) {
+      tile.keys.blocks[i].next_k = next.keys.blocks[i].k;
+    }
+    attend_tile(unit, tile, own, state);
+    tile = next;
   }
 }
 
-void AttentionBatch::Impl::attend_tile(const Unit& unit, std::span<const KvBlockView> blocks,
-                                       std::span<const KvBlockView> next_blocks, const Scratch& own,
+/// The first tile in blocks [first, end) in which some row sees a key, without the blocks in which none does;
+/// empty if there is none.
+AttentionBatch::Impl::VisibleTile AttentionBatch::Impl::visible_tile(const Unit& unit, std::size_t first,
+                                                                     std::size_t end) const {
+  const AttentionGroup& group = groups[unit.group];
+  const VisibleRange range = visible_range(group, unit.first_row, unit.rows);
+  const std::size_t head_offset = std::size_t{unit.kv_head} * shape.head_dim * shape.block_tokens;
+  VisibleTile tile;
+  tile.keys.head_dim = shape.head_dim;
+  tile.keys.block_tokens = shape.block_tokens;
+  tile.end_block = first;
+  while (tile.keys.count == 0 && tile.end_block < end) {
+    for (const KvBlockView& block : tile_at(group, tile.end_block)) {
+      if (!range.meets(block)) continue;
+      const std::uint32_t i = tile.keys.count++;
+      tile.first_positions[i] = block.first_position;
+      tile.keys.blocks[i] = {.k = block.k + head_offset,
+                             .v = block.v + head_offset,
+                             .next_k = block.k + head_offset,
+                             .tokens = block.tokens};
+    }
+    tile.end_block += blocks_per_tile();
+  }
+  return tile;
+}
+
+void AttentionBatch::Impl::attend_tile(const Unit& unit, const VisibleTile& tile, const Scratch& own,
                                        const AttentionState& state) const {
   const std::uint32_t rows = unit.rows * heads_per_kv;
-  const std::size_t head_elements = std::size_t{shape.head_dim} * shape.block_tokens;
-  const std::size_t head_offset = unit.kv_head * head_elements;
-  KeyTile tile;
-  tile.head_dim = shape.head_dim;
-  tile.block_tokens = shape.block_tokens;
-  tile.blocks = static_cast<std::uint32_t>(blocks.size());
-  for (std::size_t i = 0; i < blocks.size(); ++i) {
-    tile.k[i] = blocks[i].k + head_offset;
-    tile.v[i] = blocks[i].v + head_offset;
-    tile.tokens[i] = blocks[i].tokens;
-  }
-
-  const std::size_t ne = std::min<std::size_t>(head_elements, 32 * 32);
-  for (const KvBlockView& block : next_blocks) prefetch(block.k + head_offset, ne);
-  kernels->scores(tile, own.q, rows, own.scores);
-  for (const KvBlockView& block : next_blocks) prefetch(block.v + head_offset, ne);
-  mask(unit, blocks, own.scores);
-  kernels->softmax(tile.columns(), rows, own.scores, state, own.rescale);
-  kernels->values(tile, own.scores, own.rescale, rows, state.out);
+  kernels->scores(tile.keys, own.q, rows, own.scores);
+  mask(unit, tile, own.scores);
+  kernels->softmax(tile.keys.columns(), rows, own.scores, state, own.rescale);
+  kernels->values(tile.keys, own.scores, own.rescale, rows, state.out);
 }
 
 /// Puts -inf in the place of what a row does not see, garbage beyond a block's tokens included.
-void AttentionBatch::Impl::mask(const Unit& unit, std::span<const KvBlockView> blocks, float* scores) const {
+void AttentionBatch::Impl::mask(const Unit& unit, const VisibleTile& tile, float* scores) const {
   const AttentionGroup& group = groups[unit.group];
-  for (std::size_t b = 0; b < blocks.size(); ++b) {
-    const KvBlockView& block = blocks[b];
-    const std::int64_t first_key = block.first_position;
+  for (std::uint32_t b = 0; b < tile.keys.count; ++b) {
+    const std::int64_t first_key = tile.first_positions[b];
+    const std::uint32_t tokens = tile.keys.blocks[b].tokens;
     for (std::uint32_t r = 0; r < unit.rows; ++r) {
       const VisibleRange range = visible_range(group, unit.first_row + r, 1);
-      const std::int64_t begin = std::clamp<std::int64_t>(range.first - first_key, 0, block.tokens);
-      const std::int64_t end = std::clamp<std::int64_t>(range.last - first_key + 1, begin, block.tokens);
+      const std::int64_t begin = std::clamp<std::int64_t>(range.first - first_key, 0, tokens);
+      const std::int64_t end = std::clamp<std::int64_t>(range.last - first_key + 1, begin, tokens);
       if (begin == 0 && end == shape.block_tokens) continue;
       for (std::uint32_t head = 0; head < heads_per_kv; ++head) {
         float* const row =
@@ -383,7 +391,10 @@ void AttentionBatch::Impl::write_result(const Unit& unit, const AttentionState& 
     const std::size_t head = std::size_t{unit.kv_head} * heads_per_kv + i % heads_per_kv;
     const float factor = 1.0f / state.sum[i];
     float* const to = group.out + (row * shape.heads + head) * head_dim;
-    for (std::uint32_t d = 0; d < head_dim; ++d) to[d] = state.out[std::size_t{i} * head_dim + d] * factor;
+    // + 0 turns -0 into 0: the sign of a zero could tell whether the row's tile had blocks that only others
+    // see.
+    for (std::uint32_t d = 0; d < head_dim; ++d)
+      to[d] = state.out[std::size_t{i} * head_dim + d] * factor + 0.0f;
     if (group.lse != nullptr) {
       group.lse[row * shape.heads + head] =
           (state.max[i] + std::log2(state.sum[i])) * std::numbers::ln2_v<float>;

@@ -27,7 +27,7 @@
 namespace dualdecoder {
 
 inline constexpr std::uint32_t kTileKeys = 64;
-inline constexpr std::uint32_t kSplitKeys = 1024;
+inline constexpr std::uint32_t kSplitKeys = 256;
 
 /// One block as the kernel reads it. Tokens beyond `tokens` may hold anything, NaN included: they have no
 /// influence.

