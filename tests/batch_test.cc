@@ -1,7 +1,9 @@
-// Eight sequences of different lengths decoded together against each alone, on a real model (law 5 of docs/design.md).
+// Eight sequences of different lengths decoded together against each alone, on a real model (law 5 of
+// docs/design.md).
 //
-// In batch-invariant mode the tokens must be the same, greedy and seeded. In the default mode ggml's products for several
-// rows may sum in another order, so a near-tie may fall the other way: then the two candidates must have been one.
+// In batch-invariant mode the tokens must be the same, greedy and seeded. In the default mode ggml's products
+// for several rows may sum in another order, so a near-tie may fall the other way: then the two candidates
+// must have been one.
 #include <algorithm>
 #include <filesystem>
 
@@ -25,7 +27,8 @@ struct Answer {
 class Batch : public testing::Test {
  protected:
   static void SetUpTestSuite() {
-    auto model = Model::load(DUALDECODER_MODELS "/SmolLM2-135M-Instruct.Q4_1.gguf", [](std::size_t, std::size_t) {});
+    auto model =
+        Model::load(DUALDECODER_MODELS "/SmolLM2-135M-Instruct.Q4_1.gguf", [](std::size_t, std::size_t) {});
     ASSERT_TRUE(model) << model.error().message;
     model_ = std::move(*model);
     const auto text = read_text_file(DUALDECODER_TEST_DATA "/prose.txt");
@@ -52,7 +55,8 @@ class Batch : public testing::Test {
 
   static std::unique_ptr<Engine> engine(bool batch_invariant) {
     auto created = Engine::create(
-        *model_, {.threads = 2, .context = 1024, .sequences = kSequences, .batch_invariant = batch_invariant});
+        *model_,
+        {.threads = 2, .context = 1024, .sequences = kSequences, .batch_invariant = batch_invariant});
     return created ? std::move(*created) : nullptr;
   }
 
@@ -70,7 +74,8 @@ class Batch : public testing::Test {
     return answers;
   }
 
-  static std::vector<Answer> together(float temperature, bool batch_invariant, const std::vector<Answer>& reference) {
+  static std::vector<Answer> together(float temperature, bool batch_invariant,
+                                      const std::vector<Answer>& reference) {
     const auto shared = engine(batch_invariant);
     Generator generator(*shared);
     std::vector<Answer> answers(kSequences);
@@ -79,7 +84,8 @@ class Batch : public testing::Test {
       GenerationOptions setup = options(temperature, i);
       setup.on_logits = [&answers, &reference, i](std::span<const float> row) {
         const TokenId other = reference[i].tokens[answers[i].gap_to_alone.size()];
-        answers[i].gap_to_alone.push_back(*std::max_element(row.begin(), row.end()) - row[static_cast<std::size_t>(other)]);
+        answers[i].gap_to_alone.push_back(*std::max_element(row.begin(), row.end()) -
+                                          row[static_cast<std::size_t>(other)]);
       };
       auto generation = generator.start(prompt(i), std::move(setup));
       EXPECT_TRUE(generation && generator.prefill(**generation));

@@ -1,8 +1,10 @@
-// `dualdecoder bench`: speed of prefill and decoding, ours and libllama's measured alternately in one process.
+// `dualdecoder bench`: speed of prefill and decoding, ours and libllama's measured alternately in one
+// process.
 //
-// A test is `pp` (prefill of -p tokens) or `tg` (-n decode steps), at a depth of -d tokens already in each of -np
-// sequences. The sequences are filled once per depth and cut back to it after each measurement. In every repetition
-// each engine runs once, in turn, so that what disturbs the machine disturbs both; ratios are medians over these pairs.
+// A test is `pp` (prefill of -p tokens) or `tg` (-n decode steps), at a depth of -d tokens already in each of
+// -np sequences. The sequences are filled once per depth and cut back to it after each measurement. In every
+// repetition each engine runs once, in turn, so that what disturbs the machine disturbs both; ratios are
+// medians over these pairs.
 #include <algorithm>
 #include <memory>
 #include <numeric>
@@ -49,7 +51,8 @@ class Ours final : public Contender {
     if (!engine) return std::unexpected(engine.error());
     auto ours = std::make_unique<Ours>();
     ours->engine_ = std::move(*engine);
-    for (std::uint32_t i = 0; i < options.sequences; ++i) ours->sequences_.push_back(ours->engine_->new_sequence());
+    for (std::uint32_t i = 0; i < options.sequences; ++i)
+      ours->sequences_.push_back(ours->engine_->new_sequence());
     return ours;
   }
   const char* name() const override { return "dualdecoder"; }
@@ -92,7 +95,9 @@ class Peer final : public Contender {
     const auto logits = llama_->decode(tokens);
     return logits ? Status{} : std::unexpected(logits.error());
   }
-  Status truncate(std::uint32_t sequence, std::uint32_t tokens) override { return llama_->truncate(sequence, tokens); }
+  Status truncate(std::uint32_t sequence, std::uint32_t tokens) override {
+    return llama_->truncate(sequence, tokens);
+  }
   std::size_t near_kv_bytes() const override {
     std::size_t tokens = 0;
     for (std::uint32_t i = 0; i < sequences_; ++i) tokens += llama_->tokens(i);
@@ -111,11 +116,11 @@ struct Row {
   std::string test = {};
   std::uint32_t depth = 0;
   std::uint32_t sequences = 1;
-  std::uint32_t steps = 1;             // per measurement
+  std::uint32_t steps = 1;  // per measurement
   std::uint32_t tokens_per_step = 1;
   std::size_t near_kv_bytes = 0;
-  std::vector<double> seconds = {};         // one per repetition
-  std::optional<double> speedup = {};       // over the peer, median of pairs
+  std::vector<double> seconds = {};    // one per repetition
+  std::optional<double> speedup = {};  // over the peer, median of pairs
 };
 
 double median(std::vector<double> values) {
@@ -165,7 +170,8 @@ class Bench {
     };
     EngineOptions engine = engine_options_;
     engine.sequences = sequences;
-    engine.context = most(options_.depth) + std::max({most(options_.prompt), most(options_.decode), kWarmUpTokens}) + 1;
+    engine.context =
+        most(options_.depth) + std::max({most(options_.prompt), most(options_.decode), kWarmUpTokens}) + 1;
     auto ours = Ours::create(model_, engine);
     if (!ours) return std::unexpected(ours.error());
     contenders_.push_back(std::move(*ours));
@@ -189,7 +195,8 @@ class Bench {
       if (tokens == 0 || sequences > 1) continue;  // a prompt is computed alone
       const auto tokens_in = random_tokens(tokens, model_.vocabulary().size(), 2);
       const auto work = [&](Contender& contender) { return contender.append(0, tokens_in); };
-      const Row row{.test = fmt::format("pp{} @ d{}", tokens, depth), .depth = depth, .tokens_per_step = tokens};
+      const Row row{
+          .test = fmt::format("pp{} @ d{}", tokens, depth), .depth = depth, .tokens_per_step = tokens};
       if (Status status = measure(row, work); !status) return status;
     }
     for (const std::uint32_t steps : options_.decode) {
@@ -212,7 +219,8 @@ class Bench {
     return {};
   }
 
-  /// Brings every sequence to `depth` tokens and runs a little of everything, so that nothing is measured cold.
+  /// Brings every sequence to `depth` tokens and runs a little of everything, so that nothing is measured
+  /// cold.
   Status fill(Contender& contender, std::uint32_t sequences, std::uint32_t depth) {
     ProgressLine line(fmt::format("filling {}", contender.name()));
     constexpr std::uint32_t kPiece = 2048;
@@ -222,16 +230,19 @@ class Bench {
       }
       while (contender.depth(s) < depth && !interrupted()) {
         const std::uint32_t have = contender.depth(s);
-        const auto tokens = random_tokens(std::min(kPiece, depth - have), model_.vocabulary().size(), s * 1000 + have);
+        const auto tokens =
+            random_tokens(std::min(kPiece, depth - have), model_.vocabulary().size(), s * 1000 + have);
         if (Status status = contender.append(s, tokens); !status) return status;
         line.update((s + static_cast<double>(contender.depth(s)) / depth) / sequences,
                     fmt::format("{} of {} x {} tokens", s * depth + contender.depth(s), sequences, depth));
       }
     }
-    if (Status status = contender.append(0, random_tokens(kWarmUpTokens, model_.vocabulary().size(), 1)); !status) {
+    if (Status status = contender.append(0, random_tokens(kWarmUpTokens, model_.vocabulary().size(), 1));
+        !status) {
       return status;
     }
-    if (Status status = contender.decode(random_tokens(sequences, model_.vocabulary().size(), 1)); !status) return status;
+    if (Status status = contender.decode(random_tokens(sequences, model_.vocabulary().size(), 1)); !status)
+      return status;
     return cut_back(contender, sequences, depth);
   }
 
@@ -261,7 +272,8 @@ class Bench {
     if (rows[0].seconds.empty()) return {};
     if (rows.size() == 2) {
       std::vector<double> ratios;
-      for (std::size_t i = 0; i < rows[0].seconds.size(); ++i) ratios.push_back(rows[1].seconds[i] / rows[0].seconds[i]);
+      for (std::size_t i = 0; i < rows[0].seconds.size(); ++i)
+        ratios.push_back(rows[1].seconds[i] / rows[0].seconds[i]);
       rows[0].speedup = median(ratios);
     }
     rows_.insert(rows_.end(), rows.begin(), rows.end());
@@ -302,8 +314,8 @@ void print_markdown(const std::vector<Row>& rows, const Model& model, std::uint3
   fmt::print("| test | sequences | engine | tokens/s | ms/step | spread | near KV MiB | vs libllama |\n");
   fmt::print("|---|---|---|---|---|---|---|---|\n");
   for (const Row& row : rows) {
-    fmt::print("| {} | {} | {} | {:.1f} | {:.2f} | ±{:.0f} % | {:.1f} | {} |\n", row.test, row.sequences, row.engine,
-               tokens_per_s(row), ms_per_step(row), spread(row) * 100.0,
+    fmt::print("| {} | {} | {} | {:.1f} | {:.2f} | ±{:.0f} % | {:.1f} | {} |\n", row.test, row.sequences,
+               row.engine, tokens_per_s(row), ms_per_step(row), spread(row) * 100.0,
                static_cast<double>(row.near_kv_bytes) / 1048576.0,
                row.speedup ? fmt::format("{:.2f}x", *row.speedup) : "");
   }
@@ -328,7 +340,8 @@ Status run_bench(const BenchOptions& options) {
 
 void add_bench_command(CLI::App& app, int& exit_code) {
   auto options = std::make_shared<BenchOptions>();
-  CLI::App* command = app.add_subcommand("bench", "Measure prefill and decode speed, alone or against libllama");
+  CLI::App* command =
+      app.add_subcommand("bench", "Measure prefill and decode speed, alone or against libllama");
   add_model_options(*command, options->model);
   const auto list = [&](const char* names, std::vector<std::uint32_t>& values, const char* text) {
     command->add_option(names, values, text)->delimiter(',')->capture_default_str()->type_name("N,...");

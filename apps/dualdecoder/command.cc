@@ -21,7 +21,9 @@ void on_interrupt(int signal) {
 
 void add_model_options(CLI::App& command, ModelOptions& options) {
   command.add_option("-m,--model", options.model, "GGUF file of the model")->required()->type_name("FILE");
-  command.add_option("-c,--ctx-size", options.context, "Context in tokens, e.g. 8192 or 32k; 0: what the model was trained for")
+  command
+      .add_option("-c,--ctx-size", options.context,
+                  "Context in tokens, e.g. 8192 or 32k; 0: what the model was trained for")
       ->capture_default_str()
       ->type_name("TOKENS");
   command.add_option("-t,--threads", options.threads, "Threads; 0: one per core")
@@ -59,7 +61,8 @@ int report(const Error& error) {
 Result<std::unique_ptr<Model>> load_model(const ModelOptions& options) {
   ProgressLine line("loading");
   auto model = Model::load(options.model, [&](std::size_t done, std::size_t total) {
-    line.update(static_cast<double>(done) / static_cast<double>(total), format_bytes(static_cast<double>(total)));
+    line.update(static_cast<double>(done) / static_cast<double>(total),
+                format_bytes(static_cast<double>(total)));
   });
   line.clear();
   return model;
@@ -72,7 +75,8 @@ Result<EngineOptions> engine_options(const ModelOptions& options, const Model& m
                 options.context);
   }
   EngineOptions engine;
-  engine.context = *context == 0 ? model.hyperparameters().context_train : static_cast<std::uint32_t>(*context);
+  engine.context =
+      *context == 0 ? model.hyperparameters().context_train : static_cast<std::uint32_t>(*context);
   if (engine.context > model.hyperparameters().context_train) {
     fmt::print(stderr, "dualdecoder: warning: -c {} is more than the {} tokens the model was trained for\n",
                engine.context, model.hyperparameters().context_train);

@@ -1,4 +1,5 @@
-// What the subcommands share: exit codes, the options that choose a model and an engine, loading with progress.
+// What the subcommands share: exit codes, the options that choose a model and an engine, loading with
+// progress.
 #pragma once
 
 #include <cstdint>
@@ -36,11 +37,13 @@ void add_environment_names(CLI::App& command);
 void add_run_command(CLI::App& app, int& exit_code);
 void add_bench_command(CLI::App& app, int& exit_code);
 
-/// "dualdecoder: <message>" on stderr; returns the exit code that fits: 2 for input that can never work, 1 otherwise.
+/// "dualdecoder: <message>" on stderr; returns the exit code that fits: 2 for input that can never work, 1
+/// otherwise.
 int report(const Error& error);
 
 Result<std::unique_ptr<Model>> load_model(const ModelOptions& options);
-/// The engine options of these model options; a context beyond the model's training gives a warning on stderr.
+/// The engine options of these model options; a context beyond the model's training gives a warning on
+/// stderr.
 Result<EngineOptions> engine_options(const ModelOptions& options, const Model& model);
 
 /// Set by the first Ctrl-C; a second one ends the process at once.

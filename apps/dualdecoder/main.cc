@@ -17,9 +17,11 @@ std::vector<std::string> arguments(int argc, char** argv) {
 }
 
 int run_main(int argc, char** argv) {
-  CLI::App app("DualDecoder: decode long contexts with the KV cache in a far tier and a small near working set");
+  CLI::App app(
+      "DualDecoder: decode long contexts with the KV cache in a far tier and a small near working set");
   app.name("dualdecoder");
-  app.set_version_flag("--version", fmt::format("dualdecoder {} ({})", DUALDECODER_VERSION, DUALDECODER_COMMIT));
+  app.set_version_flag("--version",
+                       fmt::format("dualdecoder {} ({})", DUALDECODER_VERSION, DUALDECODER_COMMIT));
   app.require_subcommand(1);
   app.footer("Every flag can also be set as DUALDECODER_<NAME>, e.g. DUALDECODER_CTX_SIZE=32k.");
 

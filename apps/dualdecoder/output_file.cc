@@ -11,7 +11,8 @@ namespace {
 constexpr std::size_t kNpyHeaderBytes = 128;  // room for any shape; a multiple of 64, as the format wants
 
 std::string npy_header(std::size_t rows, std::size_t columns) {
-  std::string text = fmt::format("{{'descr': '<f4', 'fortran_order': False, 'shape': ({}, {}), }}", rows, columns);
+  std::string text =
+      fmt::format("{{'descr': '<f4', 'fortran_order': False, 'shape': ({}, {}), }}", rows, columns);
   constexpr std::size_t kTextBytes = kNpyHeaderBytes - 10;
   DD_CHECK(text.size() < kTextBytes);
   text.resize(kTextBytes - 1, ' ');

@@ -1,5 +1,5 @@
-// Files that a command writes its results to. Opened before any work, so that a path that cannot be written is known at
-// once and not after minutes; every failure names the path.
+// Files that a command writes its results to. Opened before any work, so that a path that cannot be written
+// is known at once and not after minutes; every failure names the path.
 #pragma once
 
 #include <cstdint>

@@ -8,7 +8,7 @@
 namespace dualdecoder {
 namespace {
 
-constexpr double kFirstAfterS = 0.3;      // what ends sooner needs no line
+constexpr double kFirstAfterS = 0.3;  // what ends sooner needs no line
 constexpr double kRedrawEveryS = 0.1;
 constexpr double kPlainLineEveryS = 5.0;  // where there is no terminal
 
@@ -20,7 +20,9 @@ std::string format_seconds(double seconds) {
 }  // namespace
 
 ProgressLine::ProgressLine(std::string stage)
-    : stage_(std::move(stage)), terminal_(isatty(STDERR_FILENO) == 1), last_s_(terminal_ ? kFirstAfterS : 0.0) {
+    : stage_(std::move(stage)),
+      terminal_(isatty(STDERR_FILENO) == 1),
+      last_s_(terminal_ ? kFirstAfterS : 0.0) {
   const char* no_color = std::getenv("NO_COLOR");
   dim_ = terminal_ && (no_color == nullptr || *no_color == '\0');
 }

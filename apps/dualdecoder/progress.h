@@ -1,5 +1,5 @@
-// One line on stderr that says how far a long stage is. On a terminal it is redrawn in place; elsewhere it becomes a
-// plain line now and then, so that a log stays readable. Quick stages print nothing at all.
+// One line on stderr that says how far a long stage is. On a terminal it is redrawn in place; elsewhere it
+// becomes a plain line now and then, so that a log stays readable. Quick stages print nothing at all.
 #pragma once
 
 #include <string>

@@ -54,7 +54,8 @@ Result<std::uint64_t> parse_seed(const std::string& text) {
   std::uint64_t seed = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), seed);
   if (error == std::errc() && end == text.data() + text.size()) return seed;
-  return fail(ErrorCode::kInvalidArgument, "--seed {}: wanted 0 to {}, or -1 for a random one", text, UINT64_MAX);
+  return fail(ErrorCode::kInvalidArgument, "--seed {}: wanted 0 to {}, or -1 for a random one", text,
+              UINT64_MAX);
 }
 
 // "ID=BIAS", or llama.cpp's "ID+BIAS" and "ID-BIAS".
@@ -62,7 +63,8 @@ Status parse_logit_bias(const std::string& text, std::map<std::int32_t, float>& 
   std::int32_t token = 0;
   const char* end_of_text = text.data() + text.size();
   const auto [after, error] = std::from_chars(text.data(), end_of_text, token);
-  const bool has_value = error == std::errc() && after != end_of_text && (*after == '=' || *after == '+' || *after == '-');
+  const bool has_value =
+      error == std::errc() && after != end_of_text && (*after == '=' || *after == '+' || *after == '-');
   if (has_value) {
     const std::string value(after + (*after == '-' ? 0 : 1), end_of_text);
     char* end = nullptr;
@@ -72,7 +74,8 @@ Status parse_logit_bias(const std::string& text, std::map<std::int32_t, float>& 
       return {};
     }
   }
-  return fail(ErrorCode::kInvalidArgument, "--logit-bias {}: wanted TOKEN=BIAS, for example 42=-5 or 42=-inf", text);
+  return fail(ErrorCode::kInvalidArgument, "--logit-bias {}: wanted TOKEN=BIAS, for example 42=-5 or 42=-inf",
+              text);
 }
 
 Result<std::string> read_prompt(const RunOptions& options) {
@@ -84,14 +87,15 @@ Result<std::string> read_prompt(const RunOptions& options) {
     if (!options.prompt.empty()) prompt += "\n\n";
   }
   prompt += options.prompt;
-  if (prompt.empty()) return fail(ErrorCode::kInvalidArgument, "the prompt is empty; give one with -p TEXT or -f FILE");
+  if (prompt.empty())
+    return fail(ErrorCode::kInvalidArgument, "the prompt is empty; give one with -p TEXT or -f FILE");
   return prompt;
 }
 
 Result<std::vector<TokenId>> tokenize_prompt(const RunOptions& options, const Vocabulary& vocabulary,
                                              const std::string& prompt) {
-  const bool chat = options.chat || !options.chat_template.empty() ||
-                    (!options.raw && vocabulary.has_chat_template());
+  const bool chat =
+      options.chat || !options.chat_template.empty() || (!options.raw && vocabulary.has_chat_template());
   if (!chat) return vocabulary.tokenize(prompt, true, false);
   std::vector<ChatMessage> messages;
   if (!options.system.empty()) messages.push_back({"system", options.system});
@@ -152,13 +156,15 @@ std::string token_hash(const Generation& generation) {
 
 void print_closing_line(const Generation& generation, const Outcome& outcome, const Engine& engine,
                         std::uint64_t seed) {
-  fmt::print(stderr,
-             "prompt {} tokens in {:.1f} s, {:.0f} tokens/s | answer {} tokens, {:.1f} tokens/s ({}) | near KV {} | "
-             "tokens {}{}\n",
-             generation.prompt().size(), outcome.prefill_s, rate(generation.prompt().size(), outcome.prefill_s),
-             generation.tokens().size(), rate(decoded_tokens(generation), outcome.decode_s),
-             finish_reason_name(generation.finish_reason()), format_bytes(static_cast<double>(engine.near().bytes_in_use())),
-             token_hash(generation), seed == 0 ? "" : fmt::format(" | seed {}", seed));
+  fmt::print(
+      stderr,
+      "prompt {} tokens in {:.1f} s, {:.0f} tokens/s | answer {} tokens, {:.1f} tokens/s ({}) | near KV {} | "
+      "tokens {}{}\n",
+      generation.prompt().size(), outcome.prefill_s, rate(generation.prompt().size(), outcome.prefill_s),
+      generation.tokens().size(), rate(decoded_tokens(generation), outcome.decode_s),
+      finish_reason_name(generation.finish_reason()),
+      format_bytes(static_cast<double>(engine.near().bytes_in_use())), token_hash(generation),
+      seed == 0 ? "" : fmt::format(" | seed {}", seed));
 }
 
 std::string json_report(const Generation& generation, const Outcome& outcome, const Engine& engine,
@@ -191,7 +197,8 @@ Result<GenerationOptions> generation_options(const RunOptions& options) {
   generation.sampling = options.sampling;
   generation.stop = options.stop;
   if (options.tokens_max >= 0) {
-    generation.tokens_max = static_cast<std::uint32_t>(std::min<std::int64_t>(options.tokens_max, UINT32_MAX));
+    generation.tokens_max =
+        static_cast<std::uint32_t>(std::min<std::int64_t>(options.tokens_max, UINT32_MAX));
   }
   const auto seed = parse_seed(options.seed);
   if (!seed) return std::unexpected(seed.error());
@@ -240,7 +247,8 @@ Status run(const RunOptions& options, FinishReason& finish_reason) {
 
   auto tokens = tokenize_prompt(options, (*model)->vocabulary(), *prompt);
   if (!tokens) return std::unexpected(tokens.error());
-  const std::uint64_t seed = generation_setup->sampling.temperature > 0.0f ? generation_setup->sampling.seed : 0;
+  const std::uint64_t seed =
+      generation_setup->sampling.temperature > 0.0f ? generation_setup->sampling.seed : 0;
   Generator generator(**engine);
   const auto generation = generator.start(std::move(*tokens), std::move(*generation_setup));
   if (!generation) return std::unexpected(generation.error());
@@ -249,7 +257,8 @@ Status run(const RunOptions& options, FinishReason& finish_reason) {
   print_closing_line(**generation, outcome, **engine, seed);
   finish_reason = (*generation)->finish_reason();
   if (json_file) {
-    if (Status status = json_file->write(json_report(**generation, outcome, **engine, seed)); !status) return status;
+    if (Status status = json_file->write(json_report(**generation, outcome, **engine, seed)); !status)
+      return status;
     if (Status status = json_file->close(); !status) return status;
   }
   if (!logits_status) return logits_status;
@@ -269,40 +278,54 @@ void add_sampling_options(CLI::App& command, RunOptions& options) {
   number("--repeat-penalty", sampling.repeat_penalty, "Penalty on tokens that occurred; 1: off");
   number("--frequency-penalty", sampling.frequency_penalty, "Penalty for each time a token occurred; 0: off");
   number("--presence-penalty", sampling.presence_penalty, "Penalty on tokens that occurred at all; 0: off");
-  number("--repeat-last-n", sampling.penalty_last_n, "Tokens that the penalties look back at; 0: none, -1: all");
+  number("--repeat-last-n", sampling.penalty_last_n,
+         "Tokens that the penalties look back at; 0: none, -1: all");
   command.add_option("-s,--seed", options.seed, "Seed, 64 bits; -1: a random one, named in the closing line")
       ->capture_default_str()
       ->group(group)
       ->type_name("N");
-  command.add_option("--logit-bias", options.logit_bias, "Add to a token's logit, e.g. 42=-5; -inf bans it; repeatable")
+  command
+      .add_option("--logit-bias", options.logit_bias,
+                  "Add to a token's logit, e.g. 42=-5; -inf bans it; repeatable")
       ->group(group)
       ->type_name("TOKEN=BIAS");
-  command.add_flag("--ignore-eos", sampling.ignore_eos, "Never end by the model's own end token")->group(group);
+  command.add_flag("--ignore-eos", sampling.ignore_eos, "Never end by the model's own end token")
+      ->group(group);
 }
 
 }  // namespace
 
 void add_run_command(CLI::App& app, int& exit_code) {
   auto options = std::make_shared<RunOptions>();
-  CLI::App* command = app.add_subcommand("run", "Answer one prompt; the text goes to stdout, progress and figures to stderr");
+  CLI::App* command =
+      app.add_subcommand("run", "Answer one prompt; the text goes to stdout, progress and figures to stderr");
   add_model_options(*command, options->model);
-  command->add_option("-p,--prompt", options->prompt, "Prompt; after the file's text when both are given")->type_name("TEXT");
+  command->add_option("-p,--prompt", options->prompt, "Prompt; after the file's text when both are given")
+      ->type_name("TEXT");
   command->add_option("-f,--file", options->file, "File with the prompt or the document; -: standard input")
       ->type_name("FILE");
-  CLI::Option* chat = command->add_flag("--chat", options->chat, "Wrap the prompt in the model's chat template (default if it has one)");
+  CLI::Option* chat = command->add_flag(
+      "--chat", options->chat, "Wrap the prompt in the model's chat template (default if it has one)");
   command->add_flag("--raw", options->raw, "Continue the prompt as it is")->excludes(chat);
   command->add_option("--system", options->system, "System message of the chat")->type_name("TEXT");
-  command->add_option("--chat-template", options->chat_template, "One of libllama's templates, e.g. chatml, llama3, gemma")
+  command
+      ->add_option("--chat-template", options->chat_template,
+                   "One of libllama's templates, e.g. chatml, llama3, gemma")
       ->type_name("NAME");
-  command->add_option("-n,--predict", options->tokens_max, "Most tokens to generate; -1: until the end or the context is full")
+  command
+      ->add_option("-n,--predict", options->tokens_max,
+                   "Most tokens to generate; -1: until the end or the context is full")
       ->capture_default_str()
       ->check(check_tokens_max)
       ->type_name("TOKENS");
   command->add_option("--stop", options->stop, "Text that ends the answer and is left out of it; repeatable")
       ->type_name("TEXT");
   add_sampling_options(*command, *options);
-  command->add_option("--json", options->json_path, "Write figures and token ids to this file")->type_name("FILE");
-  command->add_option("--logits", options->logits_path, "Write the logits of every generated position, .npy [tokens, vocabulary]")
+  command->add_option("--json", options->json_path, "Write figures and token ids to this file")
+      ->type_name("FILE");
+  command
+      ->add_option("--logits", options->logits_path,
+                   "Write the logits of every generated position, .npy [tokens, vocabulary]")
       ->type_name("FILE");
   add_environment_names(*command);
   command->callback([options, &exit_code] {

@@ -1,5 +1,6 @@
 // Checks for our own mistakes. They stay on in release builds: a wrong KV block costs more than a compare.
-// DD_CHECK(slot < slots_, "slot {} of {}", slot, slots_) prints the condition, the values and the place, then aborts.
+// DD_CHECK(slot < slots_, "slot {} of {}", slot, slots_) prints the condition, the values and the place, then
+// aborts.
 #pragma once
 
 #include <string_view>
@@ -12,9 +13,9 @@ namespace dualdecoder {
 
 }  // namespace dualdecoder
 
-#define DD_CHECK(condition, ...)                                                                      \
-  do {                                                                                                \
-    if (!(condition)) [[unlikely]] {                                                                  \
-      ::dualdecoder::check_failed(__FILE__, __LINE__, #condition, ::fmt::format("" __VA_ARGS__));     \
-    }                                                                                                 \
+#define DD_CHECK(condition, ...)                                                                  \
+  do {                                                                                            \
+    if (!(condition)) [[unlikely]] {                                                              \
+      ::dualdecoder::check_failed(__FILE__, __LINE__, #condition, ::fmt::format("" __VA_ARGS__)); \
+    }                                                                                             \
   } while (false)

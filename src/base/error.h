@@ -1,6 +1,6 @@
-// Expected failures as values. A function that can fail in a way its caller must handle returns Result<T>; our own
-// mistakes end the process through DD_CHECK (base/check.h) instead. The message says what, where and what to do,
-// in one line, so that it can be shown to a user as it is.
+// Expected failures as values. A function that can fail in a way its caller must handle returns Result<T>;
+// our own mistakes end the process through DD_CHECK (base/check.h) instead. The message says what, where and
+// what to do, in one line, so that it can be shown to a user as it is.
 #pragma once
 
 #include <expected>
@@ -12,14 +12,14 @@
 namespace dualdecoder {
 
 enum class ErrorCode {
-  kInvalidArgument,   // the caller's input is wrong; nothing was changed
-  kNotFound,          // a file or an entry does not exist
-  kUnsupported,       // valid, but not something this build can do
-  kCorrupt,           // stored data contradict themselves
-  kContextExceeded,   // more tokens than the context holds
-  kOutOfMemory,       // a stated limit, or the machine's
-  kIo,                // the operating system refused a read or a write
-  kInternal,          // a library failed where it should not
+  kInvalidArgument,  // the caller's input is wrong; nothing was changed
+  kNotFound,         // a file or an entry does not exist
+  kUnsupported,      // valid, but not something this build can do
+  kCorrupt,          // stored data contradict themselves
+  kContextExceeded,  // more tokens than the context holds
+  kOutOfMemory,      // a stated limit, or the machine's
+  kIo,               // the operating system refused a read or a write
+  kInternal,         // a library failed where it should not
 };
 
 /// The code's name as it appears in JSON and logs, e.g. "context_exceeded".

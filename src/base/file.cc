@@ -30,7 +30,8 @@ void on_sigbus(int signal, siginfo_t* info, void* context) {
   for (const MappedRange& range : mapped_ranges) {
     if (address >= range.begin.load() && address < range.end.load()) {
       constexpr char kMessage[] =
-          "dualdecoder: the model file changed or became unreadable while in use; put it back and start again\n";
+          "dualdecoder: the model file changed or became unreadable while in use; put it back and start "
+          "again\n";
       [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, kMessage, sizeof(kMessage) - 1);
       _exit(1);
     }
@@ -89,7 +90,8 @@ Result<FileDescriptor> open_regular_file(const std::string& path) {
     return fail(code, "cannot open {}: {}", path, errno_text(errno));
   }
   struct stat status {};
-  if (fstat(fd.get(), &status) != 0) return fail(ErrorCode::kIo, "cannot stat {}: {}", path, errno_text(errno));
+  if (fstat(fd.get(), &status) != 0)
+    return fail(ErrorCode::kIo, "cannot stat {}: {}", path, errno_text(errno));
   if (!S_ISREG(status.st_mode)) {
     return fail(ErrorCode::kInvalidArgument, "{} is {}, not a file", path,
                 S_ISDIR(status.st_mode) ? "a directory" : "a special file");
@@ -99,7 +101,8 @@ Result<FileDescriptor> open_regular_file(const std::string& path) {
 
 Result<std::size_t> file_bytes(const FileDescriptor& fd, const std::string& path) {
   struct stat status {};
-  if (fstat(fd.get(), &status) != 0) return fail(ErrorCode::kIo, "cannot stat {}: {}", path, errno_text(errno));
+  if (fstat(fd.get(), &status) != 0)
+    return fail(ErrorCode::kIo, "cannot stat {}: {}", path, errno_text(errno));
   return static_cast<std::size_t>(status.st_size);
 }
 

@@ -36,8 +36,8 @@ Result<std::size_t> file_bytes(const FileDescriptor& fd, const std::string& path
 /// Reads a whole file; "-" is standard input.
 Result<std::string> read_text_file(const std::string& path);
 
-/// A read-only mapping of a whole file. If the file is truncated by somebody else while it is mapped, touching the lost
-/// part prints one line and ends the process with exit code 1 instead of dying of SIGBUS.
+/// A read-only mapping of a whole file. If the file is truncated by somebody else while it is mapped,
+/// touching the lost part prints one line and ends the process with exit code 1 instead of dying of SIGBUS.
 class MappedFile {
  public:
   static Result<MappedFile> map(const std::string& path);
@@ -50,7 +50,8 @@ class MappedFile {
   }
   const std::byte* data() const { return data_; }
   std::size_t bytes() const { return bytes_; }
-  /// Gives the pages of [offset, offset + bytes) back to the system; they are read again from the file when touched.
+  /// Gives the pages of [offset, offset + bytes) back to the system; they are read again from the file when
+  /// touched.
   void drop_pages(std::size_t offset, std::size_t bytes) const;
 
  private:

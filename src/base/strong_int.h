@@ -1,5 +1,5 @@
-// An integer that cannot be mistaken for another one: a LayerIndex is not a BlockIndex, and neither converts to the
-// other or from a plain number without saying so. No arithmetic beyond stepping; take .value for that.
+// An integer that cannot be mistaken for another one: a LayerIndex is not a BlockIndex, and neither converts
+// to the other or from a plain number without saying so. No arithmetic beyond stepping; take .value for that.
 #pragma once
 
 #include <compare>

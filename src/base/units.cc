@@ -8,7 +8,8 @@ namespace dualdecoder {
 
 Result<std::uint64_t> parse_size(std::string_view text) {
   const auto wrong = [&] {
-    return fail(ErrorCode::kInvalidArgument, "\"{}\" is not a size; write for example 64MiB, 1.5GiB or 4096", text);
+    return fail(ErrorCode::kInvalidArgument, "\"{}\" is not a size; write for example 64MiB, 1.5GiB or 4096",
+                text);
   };
   double number = 0.0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
@@ -37,7 +38,8 @@ std::string format_bytes(double bytes) {
     bytes /= 1024.0;
     ++unit;
   }
-  return fmt::format("{:.{}f} {}", bytes, unit == 0 || bytes >= 100.0 ? 0 : (bytes >= 10.0 ? 1 : 2), kUnits[unit]);
+  return fmt::format("{:.{}f} {}", bytes, unit == 0 || bytes >= 100.0 ? 0 : (bytes >= 10.0 ? 1 : 2),
+                     kUnits[unit]);
 }
 
 }  // namespace dualdecoder

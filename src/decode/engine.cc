@@ -11,7 +11,8 @@ Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineO
   EngineOptions options = requested;
   if (options.context == 0) options.context = shape.context_train;
   if (options.block_tokens != 16 && options.block_tokens != 32 && options.block_tokens != 64) {
-    return fail(ErrorCode::kInvalidArgument, "a block of {} tokens: 16, 32 and 64 are possible", options.block_tokens);
+    return fail(ErrorCode::kInvalidArgument, "a block of {} tokens: 16, 32 and 64 are possible",
+                options.block_tokens);
   }
   options.prefill_chunk = std::clamp(options.prefill_chunk, 1U, options.context);
   options.sequences = std::max(options.sequences, 1U);
@@ -22,8 +23,8 @@ Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineO
   const std::uint64_t slots =
       std::uint64_t{geometry.blocks_for(options.context)} * options.sequences * geometry.layers;
   if (slots > UINT32_MAX) {
-    return fail(ErrorCode::kInvalidArgument, "a context of {} tokens for {} sequences is too large", options.context,
-                options.sequences);
+    return fail(ErrorCode::kInvalidArgument, "a context of {} tokens for {} sequences is too large",
+                options.context, options.sequences);
   }
   auto near = NearTier::create(geometry, static_cast<std::uint32_t>(slots));
   if (!near) return std::unexpected(near.error());
@@ -44,13 +45,15 @@ Status Engine::check(const Sequence& sequence, std::span<const TokenId> tokens) 
   if (tokens.empty()) return fail(ErrorCode::kInvalidArgument, "no tokens to decode");
   if (Status status = model_.vocabulary().check_tokens(tokens); !status) return status;
   if (tokens.size() > options_.context - sequence.tokens()) {
-    return fail(ErrorCode::kContextExceeded, "{} tokens do not fit the context of {}; shorten them or raise it with -c",
+    return fail(ErrorCode::kContextExceeded,
+                "{} tokens do not fit the context of {}; shorten them or raise it with -c",
                 sequence.tokens() + tokens.size(), options_.context);
   }
   return {};
 }
 
-Result<const float*> Engine::prefill(Sequence& sequence, std::span<const TokenId> tokens, const Progress& progress) {
+Result<const float*> Engine::prefill(Sequence& sequence, std::span<const TokenId> tokens,
+                                     const Progress& progress) {
   if (Status status = check(sequence, tokens); !status) return std::unexpected(status.error());
   const auto total = static_cast<std::uint32_t>(tokens.size());
   if (Status status = sequence.blocks().reserve(sequence.tokens() + total); !status) {
@@ -77,7 +80,8 @@ Result<const float*> Engine::step(std::span<const StepGroup> groups) {
   }
   for (const StepGroup& group : groups) {
     const auto tokens = group.sequence->tokens() + static_cast<std::uint32_t>(group.tokens.size());
-    if (Status status = group.sequence->blocks().reserve(tokens); !status) return std::unexpected(status.error());
+    if (Status status = group.sequence->blocks().reserve(tokens); !status)
+      return std::unexpected(status.error());
   }
   return step_->run(groups);
 }

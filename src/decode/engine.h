@@ -1,5 +1,6 @@
-// The engine: decodes sequences of one model. The only door to decoding for what lies above (command line, server,
-// benchmarks, tests). All memory that depends on options is taken in create(); all calls come from one thread.
+// The engine: decodes sequences of one model. The only door to decoding for what lies above (command line,
+// server, benchmarks, tests). All memory that depends on options is taken in create(); all calls come from
+// one thread.
 #pragma once
 
 #include <cstddef>
@@ -34,13 +35,14 @@ class Engine {
   /// Called after each chunk with the tokens done of this call; false stops.
   using Progress = std::function<bool(std::uint32_t done)>;
 
-  /// Appends `tokens` chunk by chunk. Returns the logits of the last one, [vocabulary], valid until the next call; null
-  /// when `progress` stopped it (the chunks done stay committed). On an error nothing of this call is committed:
-  /// kInvalidArgument names a token outside the vocabulary, kContextExceeded both counts.
-  Result<const float*> prefill(Sequence& sequence, std::span<const TokenId> tokens, const Progress& progress = {});
+  /// Appends `tokens` chunk by chunk. Returns the logits of the last one, [vocabulary], valid until the next
+  /// call; null when `progress` stopped it (the chunks done stay committed). On an error nothing of this call
+  /// is committed: kInvalidArgument names a token outside the vocabulary, kContextExceeded both counts.
+  Result<const float*> prefill(Sequence& sequence, std::span<const TokenId> tokens,
+                               const Progress& progress = {});
 
-  /// One step over several sequences, each with one or a few tokens. Checks like prefill; on an error nothing is
-  /// committed. Returns [wanted rows, vocabulary].
+  /// One step over several sequences, each with one or a few tokens. Checks like prefill; on an error nothing
+  /// is committed. Returns [wanted rows, vocabulary].
   Result<const float*> step(std::span<const StepGroup> groups);
 
   const Model& model() const { return model_; }

@@ -19,16 +19,20 @@ std::vector<TokenId> find_end_tokens(const Vocabulary& vocabulary) {
 
 const char* finish_reason_name(FinishReason reason) {
   switch (reason) {
-    case FinishReason::kRunning: return "";
-    case FinishReason::kStop: return "stop";
-    case FinishReason::kLength: return "length";
-    case FinishReason::kAbort: return "abort";
+    case FinishReason::kRunning:
+      return "";
+    case FinishReason::kStop:
+      return "stop";
+    case FinishReason::kLength:
+      return "length";
+    case FinishReason::kAbort:
+      return "abort";
   }
   return "";
 }
 
-Generation::Generation(std::unique_ptr<Sequence> sequence, std::vector<TokenId> prompt, GenerationOptions options,
-                       Sampler sampler)
+Generation::Generation(std::unique_ptr<Sequence> sequence, std::vector<TokenId> prompt,
+                       GenerationOptions options, Sampler sampler)
     : sequence_(std::move(sequence)),
       prompt_(std::move(prompt)),
       options_(std::move(options)),
@@ -119,7 +123,8 @@ Status Generator::draw(Generation& generation, const float* logits) {
   generation.text_ += generation.assembler_.push(vocabulary.piece(*token));
   if (generation.assembler_.stopped()) {
     generation.finish(FinishReason::kStop);
-  } else if (generation.tokens_.size() == generation.options_.tokens_max || position + 1 >= engine_.context()) {
+  } else if (generation.tokens_.size() == generation.options_.tokens_max ||
+             position + 1 >= engine_.context()) {
     generation.finish(FinishReason::kLength);
   }
   return {};

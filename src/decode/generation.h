@@ -4,9 +4,9 @@
 //   generator.prefill(*generation, progress);                    // the prompt, and the first token
 //   while (running) generator.step(running);                     // one token for each
 //
-// A token is drawn from the logits of the row before it, with noise that belongs to its position, so its value does not
-// depend on which other generations share the step (as far as the logits do not; see EngineOptions::batch_invariant).
-// The generator and its generations belong to the engine's thread.
+// A token is drawn from the logits of the row before it, with noise that belongs to its position, so its
+// value does not depend on which other generations share the step (as far as the logits do not; see
+// EngineOptions::batch_invariant). The generator and its generations belong to the engine's thread.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,8 @@ namespace dualdecoder {
 
 struct GenerationOptions {
   SamplingOptions sampling;
-  std::vector<std::string> stop;             // at most kMaxStopStrings
-  std::optional<std::uint32_t> tokens_max;   // none: until the model ends or the context is full
+  std::vector<std::string> stop;            // at most kMaxStopStrings
+  std::optional<std::uint32_t> tokens_max;  // none: until the model ends or the context is full
   /// Called with the logits [vocabulary] of each generated position, before its token is drawn.
   std::function<void(std::span<const float>)> on_logits;
 };
@@ -78,7 +78,8 @@ class Generator {
   Result<std::unique_ptr<Generation>> start(std::vector<TokenId> prompt, GenerationOptions options);
   /// Computes the prompt and draws the first token. When `progress` stops it, the generation ends as kAbort.
   Status prefill(Generation& generation, const Engine::Progress& progress = {});
-  /// One step in which each of `running` gets its next token. All are running and prefilled. An error ends none.
+  /// One step in which each of `running` gets its next token. All are running and prefilled. An error ends
+  /// none.
   Status step(std::span<Generation* const> running);
 
   const std::vector<TokenId>& end_tokens() const { return end_tokens_; }

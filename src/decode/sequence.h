@@ -1,4 +1,5 @@
-// One sequence's place in the engine: how many tokens are committed and where their KV lies. Owned by the engine thread.
+// One sequence's place in the engine: how many tokens are committed and where their KV lies. Owned by the
+// engine thread.
 #pragma once
 
 #include <cstdint>

@@ -56,7 +56,8 @@ const float* Step::run(std::span<const StepGroup> groups) {
     const auto time = timer(Pass::kAttend);
     attend(groups, layer, rows);
   }
-  for (const StepGroup& group : groups) group.sequence->commit(static_cast<std::uint32_t>(group.tokens.size()));
+  for (const StepGroup& group : groups)
+    group.sequence->commit(static_cast<std::uint32_t>(group.tokens.size()));
   if (output_rows_.empty()) return nullptr;
   const auto time = timer(Pass::kFinish);
   return forward_.logits();
@@ -74,15 +75,18 @@ void Step::begin(std::span<const StepGroup> groups) {
     const auto first_row = static_cast<std::uint32_t>(tokens_.size());
     DD_CHECK(rows > 0);
     DD_CHECK(group.sequence->blocks().blocks() >= geometry.blocks_for(group.sequence->tokens() + rows),
-             "{} blocks for {} + {} tokens", group.sequence->blocks().blocks(), group.sequence->tokens(), rows);
+             "{} blocks for {} + {} tokens", group.sequence->blocks().blocks(), group.sequence->tokens(),
+             rows);
     for (std::uint32_t r = 0; r < rows; ++r) {
       const std::uint32_t position = group.sequence->tokens() + r;
       tokens_.push_back(group.tokens[r]);
       positions_.push_back(position);
-      const bool wanted = group.logits == LogitsWanted::kAll || (group.logits == LogitsWanted::kLast && r + 1 == rows);
+      const bool wanted =
+          group.logits == LogitsWanted::kAll || (group.logits == LogitsWanted::kLast && r + 1 == rows);
       if (wanted) output_rows_.push_back(first_row + r);
       if (r == 0 || position % geometry.block_tokens == 0) {
-        stretches_.push_back({.sequence = group.sequence, .row = first_row + r, .position = position, .tokens = 0});
+        stretches_.push_back(
+            {.sequence = group.sequence, .row = first_row + r, .position = position, .tokens = 0});
       }
       ++stretches_.back().tokens;
     }

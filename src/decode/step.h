@@ -1,8 +1,8 @@
-// One step: new rows of one or many sequences through all layers. Read step.cc's run() as the list of its passes
-// (docs/design.md, "The step").
+// One step: new rows of one or many sequences through all layers. Read step.cc's run() as the list of its
+// passes (docs/design.md, "The step").
 //
-// Here every block is near, so the passes that move blocks between the tiers do not exist yet; they come between
-// `append` and `attend`. Owned by the engine thread; append and attend use ggml's threads.
+// Here every block is near, so the passes that move blocks between the tiers do not exist yet; they come
+// between `append` and `attend`. Owned by the engine thread; append and attend use ggml's threads.
 #pragma once
 
 #include <array>
@@ -33,8 +33,9 @@ class Step {
  public:
   Step(const Model& model, Forward& forward);
 
-  /// Computes and commits all rows. The sequences' block tables have room for them. Returns the wanted logits,
-  /// [wanted rows, vocabulary] in the order of the groups, valid until the next run; null when none are wanted.
+  /// Computes and commits all rows. The sequences' block tables have room for them. Returns the wanted
+  /// logits, [wanted rows, vocabulary] in the order of the groups, valid until the next run; null when none
+  /// are wanted.
   const float* run(std::span<const StepGroup> groups);
 
   /// Nanoseconds spent in each pass since the start.

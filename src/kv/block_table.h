@@ -1,5 +1,6 @@
-// Where the KV blocks of one sequence are: (layer, block) -> slot of the near tier. Grows by whole pages (the blocks of
-// all layers for the same tokens), so that every layer holds the same tokens. Owned by the engine thread.
+// Where the KV blocks of one sequence are: (layer, block) -> slot of the near tier. Grows by whole pages (the
+// blocks of all layers for the same tokens), so that every layer holds the same tokens. Owned by the engine
+// thread.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +20,8 @@ class BlockTable {
   }
   BlockTable& operator=(BlockTable&&) = delete;
 
-  /// Makes room for tokens [0, tokens). kOutOfMemory when the near tier has too few slots; then nothing has changed.
+  /// Makes room for tokens [0, tokens). kOutOfMemory when the near tier has too few slots; then nothing has
+  /// changed.
   Status reserve(std::uint32_t tokens);
   /// Gives back every page that holds only tokens >= `tokens`.
   void truncate(std::uint32_t tokens);

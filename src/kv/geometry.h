@@ -25,7 +25,7 @@ using f16_bits = std::uint16_t;
 struct KvGeometry {
   std::uint32_t layers = 0;
   std::uint32_t kv_heads = 0;
-  std::uint32_t head_dim = 0;      // of K and of V; a multiple of 16
+  std::uint32_t head_dim = 0;       // of K and of V; a multiple of 16
   std::uint32_t block_tokens = 32;  // 16, 32 or 64
 
   /// f16 values of K (or of V) of one KV head in one block.

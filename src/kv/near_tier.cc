@@ -12,10 +12,11 @@ namespace dualdecoder {
 Result<std::unique_ptr<NearTier>> NearTier::create(const KvGeometry& geometry, std::uint32_t slots) {
   std::unique_ptr<NearTier> tier(new NearTier(geometry, slots));
   const std::size_t bytes = tier->bytes_capacity();
-  void* arena = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* arena =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (arena == MAP_FAILED) {
-    return fail(ErrorCode::kOutOfMemory, "cannot take {} bytes for the KV cache: {}; lower the context (-c)", bytes,
-                errno_text(errno));
+    return fail(ErrorCode::kOutOfMemory, "cannot take {} bytes for the KV cache: {}; lower the context (-c)",
+                bytes, errno_text(errno));
   }
   madvise(arena, bytes, MADV_HUGEPAGE);  // fewer page faults and TLB misses; only a hint
   tier->arena_ = static_cast<f16_bits*>(arena);

@@ -1,8 +1,9 @@
-// The near tier: a fixed arena of block-sized slots in fast memory. Address space for all slots is taken at start; the
-// system gives memory when a slot is first written, so what is resident follows what is in use, never above the arena.
+// The near tier: a fixed arena of block-sized slots in fast memory. Address space for all slots is taken at
+// start; the system gives memory when a slot is first written, so what is resident follows what is in use,
+// never above the arena.
 //
-// A slot is free or in use; take() and give_back() are the only transitions. Owned by the engine thread; the attention
-// threads read and write slot contents while the engine thread waits for them.
+// A slot is free or in use; take() and give_back() are the only transitions. Owned by the engine thread; the
+// attention threads read and write slot contents while the engine thread waits for them.
 #pragma once
 
 #include <cstddef>

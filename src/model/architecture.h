@@ -1,9 +1,10 @@
-// What distinguishes one model family from another: which tensors it has, and how a layer's head and tail are computed
-// around attention. Attention itself is common to all and lies outside (attention/attention.h), so a layer is cut in
-// two: `project` up to Q, K and V, and `finish` from attention's output to the next layer's input.
+// What distinguishes one model family from another: which tensors it has, and how a layer's head and tail are
+// computed around attention. Attention itself is common to all and lies outside (attention/attention.h), so a
+// layer is cut in two: `project` up to Q, K and V, and `finish` from attention's output to the next layer's
+// input.
 //
-// One architecture is one file in model/architectures/, to be held against the model's paper. It registers itself;
-// adding one touches nothing else.
+// One architecture is one file in model/architectures/, to be held against the model's paper. It registers
+// itself; adding one touches nothing else.
 #pragma once
 
 #include <memory>
@@ -41,7 +42,8 @@ class Architecture {
   /// x [embedding, rows]
   virtual Projection project(GraphBuilder& graph, LayerIndex layer, ggml_tensor* x) const = 0;
   /// attention [heads * head_dim, rows], x [embedding, rows] -> [embedding, rows]
-  virtual ggml_tensor* finish(GraphBuilder& graph, LayerIndex layer, ggml_tensor* attention, ggml_tensor* x) const = 0;
+  virtual ggml_tensor* finish(GraphBuilder& graph, LayerIndex layer, ggml_tensor* attention,
+                              ggml_tensor* x) const = 0;
   /// x [embedding, rows] -> [vocabulary, rows]
   virtual ggml_tensor* logits(GraphBuilder& graph, ggml_tensor* x) const = 0;
 };

@@ -12,10 +12,13 @@ namespace dualdecoder {
 namespace {
 
 constexpr std::size_t kGraphNodesMax = 128;  // of one layer's graph; the largest here (Gemma 3) has about 45
-constexpr std::size_t kGraphsKept = 16;      // distinct (rows, outputs); decoding uses a few, a prompt's end one more
+constexpr std::size_t kGraphsKept =
+    16;  // distinct (rows, outputs); decoding uses a few, a prompt's end one more
 constexpr std::size_t kAlignment = 64;
 
-ggml_tensor* storage_of(ggml_tensor* tensor) { return tensor->view_src == nullptr ? tensor : tensor->view_src; }
+ggml_tensor* storage_of(ggml_tensor* tensor) {
+  return tensor->view_src == nullptr ? tensor : tensor->view_src;
+}
 
 struct ThreadpoolDeleter {
   void operator()(ggml_threadpool* pool) const { ggml_threadpool_free(pool); }
@@ -27,15 +30,15 @@ struct ThreadpoolDeleter {
 struct Forward::Places {
   std::unique_ptr<ggml_threadpool, ThreadpoolDeleter> threadpool;  // outlives the graphs that run on it
   ggml_backend_buffer_ptr buffer;
-  std::byte* x[2] = {};               // f32 [rows_max, embedding]
-  std::byte* q = nullptr;             // f32 [rows_max, heads, head_dim]
-  std::byte* k = nullptr;             // f32 [rows_max, kv_heads, head_dim]
-  std::byte* v = nullptr;             // f32 [rows_max, kv_heads, head_dim]
-  std::byte* attention = nullptr;     // f32 [rows_max, heads, head_dim]
-  std::byte* tokens = nullptr;        // i32 [rows_max]
-  std::byte* positions = nullptr;     // i32 [rows_max]
-  std::byte* output_rows = nullptr;   // i32 [outputs_max]
-  std::byte* logits = nullptr;        // f32 [outputs_max, vocabulary]
+  std::byte* x[2] = {};              // f32 [rows_max, embedding]
+  std::byte* q = nullptr;            // f32 [rows_max, heads, head_dim]
+  std::byte* k = nullptr;            // f32 [rows_max, kv_heads, head_dim]
+  std::byte* v = nullptr;            // f32 [rows_max, kv_heads, head_dim]
+  std::byte* attention = nullptr;    // f32 [rows_max, heads, head_dim]
+  std::byte* tokens = nullptr;       // i32 [rows_max]
+  std::byte* positions = nullptr;    // i32 [rows_max]
+  std::byte* output_rows = nullptr;  // i32 [outputs_max]
+  std::byte* logits = nullptr;       // f32 [outputs_max, vocabulary]
 
   void put(ggml_tensor* tensor, std::byte* place) const {
     ggml_tensor* storage = storage_of(tensor);
@@ -104,7 +107,8 @@ Status Forward::allocate() {
   const std::size_t logits = reserve(std::size_t{options_.outputs_max} * shape.vocabulary);
 
   places_->buffer.reset(ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), bytes));
-  if (!places_->buffer) return fail(ErrorCode::kOutOfMemory, "not enough memory for {} bytes of activations", bytes);
+  if (!places_->buffer)
+    return fail(ErrorCode::kOutOfMemory, "not enough memory for {} bytes of activations", bytes);
   auto* base = static_cast<std::byte*>(ggml_backend_buffer_get_base(places_->buffer.get()));
   places_->x[0] = base + x0;
   places_->x[1] = base + x1;
@@ -120,9 +124,10 @@ Status Forward::allocate() {
   temporaries_.reset(ggml_gallocr_new(ggml_backend_cpu_buffer_type()));
   graphs_for(options_.rows_max, options_.outputs_max);  // the largest step sizes the temporaries
 
-  parallel_context_.reset(ggml_init({.mem_size = ggml_tensor_overhead() * 2 + ggml_graph_overhead_custom(8, false) + 64,
-                                     .mem_buffer = nullptr,
-                                     .no_alloc = false}));
+  parallel_context_.reset(
+      ggml_init({.mem_size = ggml_tensor_overhead() * 2 + ggml_graph_overhead_custom(8, false) + 64,
+                 .mem_buffer = nullptr,
+                 .no_alloc = false}));
   const ggml_custom_op_t call = [](ggml_tensor*, int thread, int, void* user) {
     (*static_cast<Forward*>(user)->parallel_fn_)(static_cast<std::uint32_t>(thread));
   };
@@ -138,7 +143,8 @@ void Forward::begin(std::span<const TokenId> tokens, std::span<const std::uint32
   const std::size_t rows = tokens.size();
   DD_CHECK(rows > 0 && rows <= options_.rows_max, "{} rows of {}", rows, options_.rows_max);
   DD_CHECK(positions.size() == rows);
-  DD_CHECK(output_rows.size() <= options_.outputs_max, "{} outputs of {}", output_rows.size(), options_.outputs_max);
+  DD_CHECK(output_rows.size() <= options_.outputs_max, "{} outputs of {}", output_rows.size(),
+           options_.outputs_max);
   current_ = &graphs_for(static_cast<std::uint32_t>(rows), static_cast<std::uint32_t>(output_rows.size()));
   std::memcpy(places_->tokens, tokens.data(), tokens.size_bytes());
   std::memcpy(places_->positions, positions.data(), positions.size_bytes());
@@ -171,7 +177,8 @@ void Forward::run(ggml_cgraph* graph) {
 }
 
 std::size_t Forward::activation_bytes() const {
-  return ggml_backend_buffer_get_size(places_->buffer.get()) + ggml_gallocr_get_buffer_size(temporaries_.get(), 0);
+  return ggml_backend_buffer_get_size(places_->buffer.get()) +
+         ggml_gallocr_get_buffer_size(temporaries_.get(), 0);
 }
 
 Forward::Graphs& Forward::graphs_for(std::uint32_t rows, std::uint32_t outputs) {
@@ -183,8 +190,8 @@ Forward::Graphs& Forward::graphs_for(std::uint32_t rows, std::uint32_t outputs) 
   }
   auto graphs = build(rows, outputs);
   if (!place_temporaries(*graphs)) {
-    // The shared buffer had to grow, so the graphs placed in the old one are void. The largest step is placed first,
-    // so this is rare.
+    // The shared buffer had to grow, so the graphs placed in the old one are void. The largest step is placed
+    // first, so this is rare.
     graphs_.clear();
     graphs = build(rows, outputs);
     DD_CHECK(place_temporaries(*graphs));
@@ -227,8 +234,8 @@ void Forward::build_layer(Graphs& graphs, LayerIndex layer) {
   GraphBuilder builder(graphs.context.get(), model_.hyperparameters(), graphs.positions, invariant);
   const std::uint32_t out = layer.value % 2;
   ggml_tensor* x = layer.value == 0 ? architecture.embed(builder, graphs.tokens)
-                                    : architecture.finish(builder, LayerIndex(layer.value - 1), graphs.attention,
-                                                          graphs.x[1 - out]);
+                                    : architecture.finish(builder, LayerIndex(layer.value - 1),
+                                                          graphs.attention, graphs.x[1 - out]);
   places_->put(x, places_->x[out]);
   const Projection projection = architecture.project(builder, layer, x);
   places_->put(projection.q, places_->q);
@@ -236,7 +243,8 @@ void Forward::build_layer(Graphs& graphs, LayerIndex layer) {
   places_->put(projection.v, places_->v);
 
   ggml_cgraph* graph = ggml_new_graph_custom(graphs.context.get(), kGraphNodesMax, false);
-  for (ggml_tensor* result : {x, projection.q, projection.k, projection.v}) ggml_build_forward_expand(graph, result);
+  for (ggml_tensor* result : {x, projection.q, projection.k, projection.v})
+    ggml_build_forward_expand(graph, result);
   graphs.layers.push_back(graph);
 }
 
@@ -252,14 +260,16 @@ void Forward::build_logits(Graphs& graphs) {
     attention = ggml_get_rows(builder.context(), attention, graphs.output_rows);
     x = ggml_get_rows(builder.context(), x, graphs.output_rows);
   }
-  ggml_tensor* logits = model_.architecture().logits(builder, model_.architecture().finish(builder, last, attention, x));
+  ggml_tensor* logits =
+      model_.architecture().logits(builder, model_.architecture().finish(builder, last, attention, x));
   places_->put(logits, places_->logits);
   graphs.logits = ggml_new_graph_custom(graphs.context.get(), kGraphNodesMax, false);
   ggml_build_forward_expand(graphs.logits, logits);
 }
 
-// Returns false when the shared buffer had to grow and other graphs lost their places. Twice over all graphs: the first
-// round lets the buffer grow to what the largest needs, the second gives every tensor its final address.
+// Returns false when the shared buffer had to grow and other graphs lost their places. Twice over all graphs:
+// the first round lets the buffer grow to what the largest needs, the second gives every tensor its final
+// address.
 bool Forward::place_temporaries(Graphs& graphs) {
   std::vector<ggml_cgraph*> all = graphs.layers;
   if (graphs.logits != nullptr) all.push_back(graphs.logits);
@@ -267,7 +277,8 @@ bool Forward::place_temporaries(Graphs& graphs) {
   for (ggml_cgraph* graph : all) DD_CHECK(ggml_gallocr_reserve(temporaries_.get(), graph));
   if (!graphs_.empty() && ggml_gallocr_get_buffer_size(temporaries_.get(), 0) != before) return false;
   for (ggml_cgraph* graph : all) {
-    // Reserved anew each time: the allocator compares only counts and sizes, and would use another graph's lifetimes.
+    // Reserved anew each time: the allocator compares only counts and sizes, and would use another graph's
+    // lifetimes.
     DD_CHECK(ggml_gallocr_reserve(temporaries_.get(), graph));
     DD_CHECK(ggml_gallocr_alloc_graph(temporaries_.get(), graph));
   }

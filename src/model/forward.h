@@ -1,13 +1,15 @@
-// Runs a model's layers for the rows of one step. Each layer is one ggml graph: the tail of the layer before (output
-// projection, feed-forward) and the head of this one (norm, Q, K, V, rotary). Between two graphs the caller attends.
+// Runs a model's layers for the rows of one step. Each layer is one ggml graph: the tail of the layer before
+// (output projection, feed-forward) and the head of this one (norm, Q, K, V, rotary). Between two graphs the
+// caller attends.
 //
 //   forward.begin(tokens, positions, output_rows);
 //   for each layer: { LayerRows rows = forward.project(layer); ... write rows.attention ...; }
 //   const float* logits = forward.logits();
 //
-// Graphs are built once per (rows, outputs) and kept; their temporaries share one buffer, sized at start for the largest
-// step. What passes from graph to graph (x, Q, K, V, attention) lies in fixed places that the graphs read and write
-// directly, without copies. Owned by the engine thread; only parallel() runs code on other threads.
+// Graphs are built once per (rows, outputs) and kept; their temporaries share one buffer, sized at start for
+// the largest step. What passes from graph to graph (x, Q, K, V, attention) lies in fixed places that the
+// graphs read and write directly, without copies. Owned by the engine thread; only parallel() runs code on
+// other threads.
 #pragma once
 
 #include <cstddef>
@@ -57,7 +59,8 @@ class Forward {
   void parallel(const std::function<void(std::uint32_t)>& fn);
 
   std::uint32_t threads() const { return options_.threads; }
-  /// Steps of at most this many rows are batch-invariant when asked for; larger ones use ggml's products for many rows.
+  /// Steps of at most this many rows are batch-invariant when asked for; larger ones use ggml's products for
+  /// many rows.
   static constexpr std::uint32_t kInvariantRowsMax = 32;
   /// Bytes of activations: fixed places and temporaries.
   std::size_t activation_bytes() const;

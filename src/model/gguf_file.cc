@@ -9,15 +9,24 @@ namespace {
 
 std::optional<std::int64_t> integer_value(const gguf_context* gguf, std::int64_t id) {
   switch (gguf_get_kv_type(gguf, id)) {
-    case GGUF_TYPE_UINT8: return gguf_get_val_u8(gguf, id);
-    case GGUF_TYPE_INT8: return gguf_get_val_i8(gguf, id);
-    case GGUF_TYPE_UINT16: return gguf_get_val_u16(gguf, id);
-    case GGUF_TYPE_INT16: return gguf_get_val_i16(gguf, id);
-    case GGUF_TYPE_UINT32: return gguf_get_val_u32(gguf, id);
-    case GGUF_TYPE_INT32: return gguf_get_val_i32(gguf, id);
-    case GGUF_TYPE_UINT64: return static_cast<std::int64_t>(gguf_get_val_u64(gguf, id));
-    case GGUF_TYPE_INT64: return gguf_get_val_i64(gguf, id);
-    default: return std::nullopt;
+    case GGUF_TYPE_UINT8:
+      return gguf_get_val_u8(gguf, id);
+    case GGUF_TYPE_INT8:
+      return gguf_get_val_i8(gguf, id);
+    case GGUF_TYPE_UINT16:
+      return gguf_get_val_u16(gguf, id);
+    case GGUF_TYPE_INT16:
+      return gguf_get_val_i16(gguf, id);
+    case GGUF_TYPE_UINT32:
+      return gguf_get_val_u32(gguf, id);
+    case GGUF_TYPE_INT32:
+      return gguf_get_val_i32(gguf, id);
+    case GGUF_TYPE_UINT64:
+      return static_cast<std::int64_t>(gguf_get_val_u64(gguf, id));
+    case GGUF_TYPE_INT64:
+      return gguf_get_val_i64(gguf, id);
+    default:
+      return std::nullopt;
   }
 }
 
@@ -26,10 +35,14 @@ std::optional<std::uint32_t> array_element(const gguf_context* gguf, std::int64_
   if (type == GGUF_TYPE_STRING || type == GGUF_TYPE_ARRAY) return std::nullopt;  // have no plain data
   const void* data = gguf_get_arr_data(gguf, id);
   switch (type) {
-    case GGUF_TYPE_BOOL: return static_cast<const std::int8_t*>(data)[index] != 0 ? 1U : 0U;
-    case GGUF_TYPE_UINT32: return static_cast<const std::uint32_t*>(data)[index];
-    case GGUF_TYPE_INT32: return static_cast<std::uint32_t>(static_cast<const std::int32_t*>(data)[index]);
-    default: return std::nullopt;
+    case GGUF_TYPE_BOOL:
+      return static_cast<const std::int8_t*>(data)[index] != 0 ? 1U : 0U;
+    case GGUF_TYPE_UINT32:
+      return static_cast<const std::uint32_t*>(data)[index];
+    case GGUF_TYPE_INT32:
+      return static_cast<std::uint32_t>(static_cast<const std::int32_t*>(data)[index]);
+    default:
+      return std::nullopt;
   }
 }
 
@@ -56,7 +69,8 @@ Result<std::unique_ptr<GgufFile>> GgufFile::open(const std::string& path) {
     reason = log.last_error();
   }
   if (file->gguf_ == nullptr) {
-    return fail(ErrorCode::kCorrupt, "{} ({} bytes) is not a readable GGUF file: {}; is the download complete?", path,
+    return fail(ErrorCode::kCorrupt,
+                "{} ({} bytes) is not a readable GGUF file: {}; is the download complete?", path,
                 file->mapping_.bytes(), reason.empty() ? "its header is damaged" : reason);
   }
   if (Status read = file->read_tensors(); !read) return std::unexpected(read.error());
@@ -80,9 +94,10 @@ Status GgufFile::read_tensors() {
     const std::size_t offset = gguf_get_tensor_offset(gguf_, id);
     // Compared by subtraction: no sum that could wrap.
     if (data_offset > bytes || offset > bytes - data_offset || tensor.bytes > bytes - data_offset - offset) {
-      return fail(ErrorCode::kCorrupt,
-                  "{} ends too early: tensor {} needs {} bytes at offset {}, the file has {}; download it again", path_,
-                  tensor.name, tensor.bytes, data_offset + offset, bytes);
+      return fail(
+          ErrorCode::kCorrupt,
+          "{} ends too early: tensor {} needs {} bytes at offset {}, the file has {}; download it again",
+          path_, tensor.name, tensor.bytes, data_offset + offset, bytes);
     }
     tensor.offset = data_offset + offset;
     tensors_.push_back(std::move(tensor));
@@ -119,9 +134,12 @@ Result<float> GgufFile::f32(const std::string& key) const {
   const auto id = find_key(key);
   if (!id) return std::unexpected(id.error());
   switch (gguf_get_kv_type(gguf_, *id)) {
-    case GGUF_TYPE_FLOAT32: return gguf_get_val_f32(gguf_, *id);
-    case GGUF_TYPE_FLOAT64: return static_cast<float>(gguf_get_val_f64(gguf_, *id));
-    default: return wrong_type(key, "a float");
+    case GGUF_TYPE_FLOAT32:
+      return gguf_get_val_f32(gguf_, *id);
+    case GGUF_TYPE_FLOAT64:
+      return static_cast<float>(gguf_get_val_f64(gguf_, *id));
+    default:
+      return wrong_type(key, "a float");
   }
 }
 
@@ -136,7 +154,9 @@ Result<std::uint32_t> GgufFile::u32_or(const std::string& key, std::uint32_t mis
   return or_missing(u32(key), missing);
 }
 
-Result<float> GgufFile::f32_or(const std::string& key, float missing) const { return or_missing(f32(key), missing); }
+Result<float> GgufFile::f32_or(const std::string& key, float missing) const {
+  return or_missing(f32(key), missing);
+}
 
 Result<std::string> GgufFile::string_or(const std::string& key, const std::string& missing) const {
   return or_missing(string(key), missing);
@@ -147,14 +167,14 @@ Result<std::size_t> GgufFile::array_length(const std::string& key, gguf_type ele
   if (!id) return std::unexpected(id.error());
   if (gguf_get_kv_type(gguf_, *id) != GGUF_TYPE_ARRAY) return wrong_type(key, "an array");
   if (gguf_get_arr_type(gguf_, *id) != element) {
-    return fail(ErrorCode::kCorrupt, "{}: key {} is an array of {}, wanted {}; convert the model again", path_, key,
-                gguf_type_name(gguf_get_arr_type(gguf_, *id)), gguf_type_name(element));
+    return fail(ErrorCode::kCorrupt, "{}: key {} is an array of {}, wanted {}; convert the model again",
+                path_, key, gguf_type_name(gguf_get_arr_type(gguf_, *id)), gguf_type_name(element));
   }
   return gguf_get_arr_n(gguf_, *id);
 }
 
 Result<std::optional<std::vector<std::uint32_t>>> GgufFile::u32_list(const std::string& key,
-                                                                    std::size_t length) const {
+                                                                     std::size_t length) const {
   const std::int64_t id = gguf_find_key(gguf_, key.c_str());
   if (id < 0) return std::nullopt;
   if (gguf_get_kv_type(gguf_, id) != GGUF_TYPE_ARRAY) {

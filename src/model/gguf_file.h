@@ -1,9 +1,10 @@
-// A GGUF file, checked and mapped. open() reads the header through ggml's own reader and then proves what that reader
-// takes on trust: that every tensor's data lie inside the file and that every key we or libllama's tokeniser read has
-// the right type, so that a truncated or damaged file is one clear error and never a signal.
+// A GGUF file, checked and mapped. open() reads the header through ggml's own reader and then proves what
+// that reader takes on trust: that every tensor's data lie inside the file and that every key we or
+// libllama's tokeniser read has the right type, so that a truncated or damaged file is one clear error and
+// never a signal.
 //
-// The mapping is read-only and lives as long as the object (base/file.h says what happens when the file changes
-// under it). Immutable after open(): any thread may read.
+// The mapping is read-only and lives as long as the object (base/file.h says what happens when the file
+// changes under it). Immutable after open(): any thread may read.
 #pragma once
 
 #include <array>
@@ -40,8 +41,8 @@ class GgufFile {
   const std::string& path() const { return path_; }
   const MappedFile& mapping() const { return mapping_; }
 
-  /// Typed reads of one metadata key. Integers of any width and sign are accepted where the value fits. A missing key
-  /// is kNotFound, another type kCorrupt; both messages name the file and the key.
+  /// Typed reads of one metadata key. Integers of any width and sign are accepted where the value fits. A
+  /// missing key is kNotFound, another type kCorrupt; both messages name the file and the key.
   Result<std::uint32_t> u32(const std::string& key) const;
   Result<float> f32(const std::string& key) const;
   Result<std::string> string(const std::string& key) const;
@@ -53,7 +54,8 @@ class GgufFile {
   /// The array's length, after checking its element type.
   Result<std::size_t> array_length(const std::string& key, gguf_type element) const;
   /// An array of bool or integers, or one integer repeated `length` times; nullopt when the key is missing.
-  Result<std::optional<std::vector<std::uint32_t>>> u32_list(const std::string& key, std::size_t length) const;
+  Result<std::optional<std::vector<std::uint32_t>>> u32_list(const std::string& key,
+                                                             std::size_t length) const;
 
   const std::vector<GgufTensor>& tensors() const { return tensors_; }
   const GgufTensor* find_tensor(const std::string& name) const;

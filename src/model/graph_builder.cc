@@ -30,8 +30,8 @@ ggml_tensor* GraphBuilder::rotary(ggml_tensor* x, LayerIndex layer, ggml_tensor*
   return ggml_rope_ext(context_, x, positions_, factors, static_cast<int>(rotary.dimensions),
                        rotary.neox ? GGML_ROPE_TYPE_NEOX : GGML_ROPE_TYPE_NORMAL,
                        static_cast<int>(rotary.context_original), windowed ? rotary.base_window : rotary.base,
-                       windowed ? rotary.frequency_scale_window : rotary.frequency_scale, rotary.extrapolation,
-                       rotary.attention_factor, rotary.beta_fast, rotary.beta_slow);
+                       windowed ? rotary.frequency_scale_window : rotary.frequency_scale,
+                       rotary.extrapolation, rotary.attention_factor, rotary.beta_fast, rotary.beta_slow);
 }
 
 }  // namespace dualdecoder

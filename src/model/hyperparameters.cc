@@ -8,7 +8,8 @@ namespace {
 // Collects the first failure, so that a list of reads stays a list.
 class Reader {
  public:
-  explicit Reader(const GgufFile& file, const std::string& architecture) : file_(file), prefix_(architecture + ".") {}
+  explicit Reader(const GgufFile& file, const std::string& architecture)
+      : file_(file), prefix_(architecture + ".") {}
 
   void u32(const char* key, std::uint32_t& value) { keep(file_.u32(prefix_ + key), value); }
   void u32_or(const char* key, std::uint32_t& value) { keep(file_.u32_or(prefix_ + key, value), value); }
@@ -49,8 +50,8 @@ Status read_rotary(Reader& reader, const GgufFile& file, Hyperparameters& model)
   reader.f32_or("rope.scaling.attn_factor", rotary.attention_factor);
   if (Status status = reader.status(); !status) return status;
   if (scaling != "none" && scaling != "linear" && scaling != "yarn") {
-    return fail(ErrorCode::kUnsupported, "{}: rotary scaling \"{}\" is not supported (none, linear, yarn are)",
-                file.path(), scaling);
+    return fail(ErrorCode::kUnsupported,
+                "{}: rotary scaling \"{}\" is not supported (none, linear, yarn are)", file.path(), scaling);
   }
   rotary.frequency_scale = scaling == "none" || factor == 0.0f ? 1.0f : 1.0f / factor;
   rotary.extrapolation = scaling == "yarn" ? 1.0f : 0.0f;
@@ -58,33 +59,38 @@ Status read_rotary(Reader& reader, const GgufFile& file, Hyperparameters& model)
 }
 
 Status check_shape(const GgufFile& file, const Hyperparameters& model) {
-  const auto range = [&](const char* what, std::uint32_t value, std::uint32_t low, std::uint32_t high) -> Status {
+  const auto range = [&](const char* what, std::uint32_t value, std::uint32_t low,
+                         std::uint32_t high) -> Status {
     if (value >= low && value <= high) return {};
     return fail(ErrorCode::kCorrupt, "{}: {} is {}, wanted {} to {}", file.path(), what, value, low, high);
   };
-  for (const Status& status :
-       {range("the number of layers", model.layers, 1, 1024), range("the embedding width", model.embedding, 1, 1 << 20),
-        range("the number of heads", model.heads, 1, 4096), range("the number of KV heads", model.kv_heads, 1, 4096),
-        range("the feed-forward width", model.feed_forward, 1, 1 << 22),
-        range("the training context", model.context_train, 1, 1U << 30),
-        range("the vocabulary", model.vocabulary, 1, 1U << 24)}) {
+  for (const Status& status : {range("the number of layers", model.layers, 1, 1024),
+                               range("the embedding width", model.embedding, 1, 1 << 20),
+                               range("the number of heads", model.heads, 1, 4096),
+                               range("the number of KV heads", model.kv_heads, 1, 4096),
+                               range("the feed-forward width", model.feed_forward, 1, 1 << 22),
+                               range("the training context", model.context_train, 1, 1U << 30),
+                               range("the vocabulary", model.vocabulary, 1, 1U << 24)}) {
     if (!status) return status;
   }
   if (model.heads % model.kv_heads != 0) {
-    return fail(ErrorCode::kCorrupt, "{}: {} heads are not a multiple of {} KV heads", file.path(), model.heads,
-                model.kv_heads);
+    return fail(ErrorCode::kCorrupt, "{}: {} heads are not a multiple of {} KV heads", file.path(),
+                model.heads, model.kv_heads);
   }
   if (model.head_dim == 0 || model.head_dim % 16 != 0 || model.head_dim > 256) {
-    return fail(ErrorCode::kUnsupported, "{}: a head size of {} is not supported (multiples of 16 up to 256 are)",
-                file.path(), model.head_dim);
-  }
-  if (model.rotary.dimensions == 0 || model.rotary.dimensions > model.head_dim || model.rotary.dimensions % 2 != 0) {
-    return fail(ErrorCode::kCorrupt, "{}: {} rotary dimensions in a head of {}", file.path(), model.rotary.dimensions,
+    return fail(ErrorCode::kUnsupported,
+                "{}: a head size of {} is not supported (multiples of 16 up to 256 are)", file.path(),
                 model.head_dim);
   }
+  if (model.rotary.dimensions == 0 || model.rotary.dimensions > model.head_dim ||
+      model.rotary.dimensions % 2 != 0) {
+    return fail(ErrorCode::kCorrupt, "{}: {} rotary dimensions in a head of {}", file.path(),
+                model.rotary.dimensions, model.head_dim);
+  }
   if (!(model.rms_epsilon >= 0.0f) || !(model.rotary.base > 0.0f) || !(model.rotary.frequency_scale > 0.0f)) {
-    return fail(ErrorCode::kCorrupt, "{}: norm epsilon {}, rotary base {}, rotary scale {}: one is not usable",
-                file.path(), model.rms_epsilon, model.rotary.base, model.rotary.frequency_scale);
+    return fail(ErrorCode::kCorrupt,
+                "{}: norm epsilon {}, rotary base {}, rotary scale {}: one is not usable", file.path(),
+                model.rms_epsilon, model.rotary.base, model.rotary.frequency_scale);
   }
   return {};
 }
@@ -116,11 +122,12 @@ Result<Hyperparameters> read_hyperparameters(const GgufFile& file) {
   if (Status status = reader.status(); !status) return std::unexpected(status.error());
 
   if (experts > 0) {
-    return fail(ErrorCode::kUnsupported, "{}: a mixture of {} experts is not supported", file.path(), experts);
+    return fail(ErrorCode::kUnsupported, "{}: a mixture of {} experts is not supported", file.path(),
+                experts);
   }
   if (model.heads != 0 && value_dim != model.head_dim) {
-    return fail(ErrorCode::kUnsupported, "{}: K heads of {} with V heads of {} are not supported", file.path(),
-                model.head_dim, value_dim);
+    return fail(ErrorCode::kUnsupported, "{}: K heads of {} with V heads of {} are not supported",
+                file.path(), model.head_dim, value_dim);
   }
   const auto vocabulary = file.array_length("tokenizer.ggml.tokens", GGUF_TYPE_STRING);
   if (!vocabulary) return std::unexpected(vocabulary.error());
@@ -128,7 +135,8 @@ Result<Hyperparameters> read_hyperparameters(const GgufFile& file) {
   if (Status status = read_rotary(reader, file, model); !status) return std::unexpected(status.error());
   if (Status status = check_shape(file, model); !status) return std::unexpected(status.error());
 
-  if (model.attention_scale == 0.0f) model.attention_scale = 1.0f / std::sqrt(static_cast<float>(model.head_dim));
+  if (model.attention_scale == 0.0f)
+    model.attention_scale = 1.0f / std::sqrt(static_cast<float>(model.head_dim));
   model.window.assign(model.layers, 0);
   return model;
 }

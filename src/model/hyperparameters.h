@@ -13,23 +13,23 @@ namespace dualdecoder {
 
 /// Rotary position embedding: Su et al. 2021; linear scaling: Chen et al. 2023; YaRN: Peng et al. 2023.
 struct RotaryParameters {
-  std::uint32_t dimensions = 0;       // of each head that are rotated
+  std::uint32_t dimensions = 0;        // of each head that are rotated
   std::uint32_t context_original = 0;  // tokens; YaRN ramps between the two betas relative to this
   float base = 10000.0f;
-  float base_window = 10000.0f;       // of layers with a sliding window
-  float frequency_scale = 1.0f;       // 1 / scaling factor
+  float base_window = 10000.0f;  // of layers with a sliding window
+  float frequency_scale = 1.0f;  // 1 / scaling factor
   float frequency_scale_window = 1.0f;
-  float extrapolation = 0.0f;         // YaRN's mix, 1 when YaRN is on
+  float extrapolation = 0.0f;  // YaRN's mix, 1 when YaRN is on
   float attention_factor = 1.0f;
   float beta_fast = 32.0f;
   float beta_slow = 1.0f;
-  bool neox = false;                  // pairs (i, i + d/2) instead of (2i, 2i + 1)
+  bool neox = false;  // pairs (i, i + d/2) instead of (2i, 2i + 1)
 };
 
 struct Hyperparameters {
   std::string architecture;
   std::uint32_t layers = 0;
-  std::uint32_t embedding = 0;    // width of the residual stream
+  std::uint32_t embedding = 0;  // width of the residual stream
   std::uint32_t heads = 0;
   std::uint32_t kv_heads = 0;
   std::uint32_t head_dim = 0;

@@ -1,5 +1,6 @@
-// ggml and libllama say why something failed through their log, not through their results. While a LogCapture lives it
-// takes their log; last_error() is the newest error line. One at a time, used only while a model is loaded.
+// ggml and libllama say why something failed through their log, not through their results. While a LogCapture
+// lives it takes their log; last_error() is the newest error line. One at a time, used only while a model is
+// loaded.
 #pragma once
 
 #include <mutex>

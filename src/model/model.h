@@ -1,4 +1,5 @@
-// A loaded model: its file, shape, weights, architecture and vocabulary. Immutable after load; shared by all who decode.
+// A loaded model: its file, shape, weights, architecture and vocabulary. Immutable after load; shared by all
+// who decode.
 #pragma once
 
 #include <cstddef>

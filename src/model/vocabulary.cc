@@ -26,18 +26,18 @@ Status check_tokenizer_keys(const GgufFile& file) {
     const auto length = file.array_length(key.name, key.element);
     if (!length) return std::unexpected(length.error());
     if (key.one_per_token && *length != *tokens) {
-      return fail(ErrorCode::kCorrupt, "{}: key {} has {} entries for {} tokens; convert the model again", file.path(),
-                  key.name, *length, *tokens);
+      return fail(ErrorCode::kCorrupt, "{}: key {} has {} entries for {} tokens; convert the model again",
+                  file.path(), key.name, *length, *tokens);
     }
   }
-  for (const char* name : {"tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id",
-                           "tokenizer.ggml.eot_token_id", "tokenizer.ggml.unknown_token_id",
-                           "tokenizer.ggml.padding_token_id"}) {
+  for (const char* name :
+       {"tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id",
+        "tokenizer.ggml.unknown_token_id", "tokenizer.ggml.padding_token_id"}) {
     const auto id = file.u32_or(name, 0);
     if (!id) return std::unexpected(id.error());
     if (*id >= *tokens) {
-      return fail(ErrorCode::kCorrupt, "{}: key {} is {}, the vocabulary has {} tokens", file.path(), name, *id,
-                  *tokens);
+      return fail(ErrorCode::kCorrupt, "{}: key {} is {}, the vocabulary has {} tokens", file.path(), name,
+                  *id, *tokens);
     }
   }
   for (const char* name : {"tokenizer.ggml.pre", "tokenizer.chat_template"}) {
@@ -57,7 +57,8 @@ Result<std::unique_ptr<Vocabulary>> Vocabulary::load(const GgufFile& file) {
   const LogCapture log;
   vocabulary->model_.reset(llama_model_load_from_file(file.path().c_str(), params));
   if (!vocabulary->model_) {
-    return fail(ErrorCode::kCorrupt, "{}: libllama cannot read its vocabulary: {}", file.path(), log.last_error());
+    return fail(ErrorCode::kCorrupt, "{}: libllama cannot read its vocabulary: {}", file.path(),
+                log.last_error());
   }
   vocabulary->vocab_ = llama_model_get_vocab(vocabulary->model_.get());
   vocabulary->size_ = static_cast<std::uint32_t>(llama_vocab_n_tokens(vocabulary->vocab_));
@@ -98,8 +99,8 @@ std::string Vocabulary::piece(TokenId token, bool special) const {
 Status Vocabulary::check_tokens(std::span<const TokenId> tokens) const {
   for (std::size_t i = 0; i < tokens.size(); ++i) {
     if (tokens[i] < 0 || static_cast<std::uint32_t>(tokens[i]) >= size_) {
-      return fail(ErrorCode::kInvalidArgument, "token {} at index {} is outside the vocabulary (0 to {})", tokens[i], i,
-                  size_ - 1);
+      return fail(ErrorCode::kInvalidArgument, "token {} at index {} is outside the vocabulary (0 to {})",
+                  tokens[i], i, size_ - 1);
     }
   }
   return {};
@@ -129,7 +130,8 @@ Result<std::string> Vocabulary::apply_chat_template(std::span<const ChatMessage>
     length = call();
   }
   if (length < 0) {
-    return fail(ErrorCode::kUnsupported, "{}; name one of libllama's with --chat-template (chatml, llama3, gemma, ...)",
+    return fail(ErrorCode::kUnsupported,
+                "{}; name one of libllama's with --chat-template (chatml, llama3, gemma, ...)",
                 name.empty() ? "the model's chat template is not one that libllama knows"
                              : fmt::format("there is no chat template \"{}\"", name));
   }

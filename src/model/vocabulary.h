@@ -1,5 +1,5 @@
-// Text to tokens and back, and chat templates: libllama's own, loaded from the same GGUF file without its weights.
-// Immutable after load: any thread may call.
+// Text to tokens and back, and chat templates: libllama's own, loaded from the same GGUF file without its
+// weights. Immutable after load: any thread may call.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +30,9 @@ class Vocabulary {
   std::uint32_t size() const { return size_; }
   const llama_vocab* handle() const { return vocab_; }
 
-  /// Tokens of `text`. `add_special`: with the tokens the model wants at its beginning; `parse_special`: texts of
-  /// control tokens become these tokens (for rendered chat templates), otherwise they stay plain text.
+  /// Tokens of `text`. `add_special`: with the tokens the model wants at its beginning; `parse_special`:
+  /// texts of control tokens become these tokens (for rendered chat templates), otherwise they stay plain
+  /// text.
   std::vector<TokenId> tokenize(std::string_view text, bool add_special, bool parse_special) const;
   /// The bytes of one token; they need not be whole UTF-8. Control tokens give nothing unless `special`.
   std::string piece(TokenId token, bool special = false) const;
@@ -41,9 +42,11 @@ class Vocabulary {
 
   /// Whether the file carries a chat template at all.
   bool has_chat_template() const { return !chat_template_.empty(); }
-  /// The messages as one prompt that ends where the assistant speaks. `name`: one of libllama's built-in templates;
-  /// empty: the template in the file. A template that libllama does not know is kUnsupported, never a guess.
-  Result<std::string> apply_chat_template(std::span<const ChatMessage> messages, const std::string& name) const;
+  /// The messages as one prompt that ends where the assistant speaks. `name`: one of libllama's built-in
+  /// templates; empty: the template in the file. A template that libllama does not know is kUnsupported,
+  /// never a guess.
+  Result<std::string> apply_chat_template(std::span<const ChatMessage> messages,
+                                          const std::string& name) const;
 
  private:
   Vocabulary() = default;

@@ -19,15 +19,16 @@ std::vector<ggml_backend_buffer_type_t> extra_buffer_types() {
   auto get = reinterpret_cast<GetExtraTypes>(
       ggml_backend_reg_get_proc_address(registry, "ggml_backend_dev_get_extra_bufts"));
   std::vector<ggml_backend_buffer_type_t> types;
-  for (auto* type = get == nullptr ? nullptr : get(cpu_device()); type != nullptr && *type != nullptr; ++type) {
+  for (auto* type = get == nullptr ? nullptr : get(cpu_device()); type != nullptr && *type != nullptr;
+       ++type) {
     types.push_back(*type);
   }
   return types;
 }
 
 ggml_context_ptr tensor_context(std::size_t tensors) {
-  return ggml_context_ptr(ggml_init(
-      {.mem_size = tensors * ggml_tensor_overhead(), .mem_buffer = nullptr, .no_alloc = true}));
+  return ggml_context_ptr(
+      ggml_init({.mem_size = tensors * ggml_tensor_overhead(), .mem_buffer = nullptr, .no_alloc = true}));
 }
 
 }  // namespace
@@ -55,18 +56,20 @@ ggml_tensor* Weights::optional_vector(const std::string& name, std::int64_t elem
   return file_.find_tensor(name) == nullptr ? nullptr : vector(name, elements);
 }
 
-ggml_tensor* Weights::record(const std::string& name, std::initializer_list<std::int64_t> shape, bool is_product) {
+ggml_tensor* Weights::record(const std::string& name, std::initializer_list<std::int64_t> shape,
+                             bool is_product) {
   if (!first_error_) return nullptr;
   const GgufTensor* entry = file_.find_tensor(name);
   if (entry == nullptr) {
-    first_error_ = fail(ErrorCode::kCorrupt, "{} has no tensor {}; convert the model again", file_.path(), name);
+    first_error_ =
+        fail(ErrorCode::kCorrupt, "{} has no tensor {}; convert the model again", file_.path(), name);
     return nullptr;
   }
   std::array<std::int64_t, GGML_MAX_DIMS> wanted{1, 1, 1, 1};
   std::copy(shape.begin(), shape.end(), wanted.begin());
   if (entry->shape != wanted) {
-    first_error_ = fail(ErrorCode::kCorrupt, "{}: tensor {} has the shape [{}], wanted [{}]", file_.path(), name,
-                        fmt::join(entry->shape, ", "), fmt::join(wanted, ", "));
+    first_error_ = fail(ErrorCode::kCorrupt, "{}: tensor {} has the shape [{}], wanted [{}]", file_.path(),
+                        name, fmt::join(entry->shape, ", "), fmt::join(wanted, ", "));
     return nullptr;
   }
   Pool& pool = pool_for(is_product ? repacked_type_for(*entry) : nullptr);
@@ -119,11 +122,13 @@ Status Weights::load(const std::function<void(std::size_t, std::size_t)>& progre
       pool->buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(pool->context.get(), pool->type));
     }
     if (!pool->buffer) {
-      return fail(ErrorCode::kOutOfMemory, "{}: not enough memory for {} bytes of weights", file_.path(), total);
+      return fail(ErrorCode::kOutOfMemory, "{}: not enough memory for {} bytes of weights", file_.path(),
+                  total);
     }
     for (const auto& [tensor, entry] : pool->tensors) {
       if (pool->type == nullptr) {
-        const ggml_status status = ggml_backend_tensor_alloc(pool->buffer.get(), tensor, base + entry->offset);
+        const ggml_status status =
+            ggml_backend_tensor_alloc(pool->buffer.get(), tensor, base + entry->offset);
         DD_CHECK(status == GGML_STATUS_SUCCESS, "{}", entry->name);
         mapped_bytes_ += entry->bytes;
       } else {

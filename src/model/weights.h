@@ -1,10 +1,10 @@
-// The tensors of a model where the matrix products read them. As in libllama, a matrix goes into one of the CPU
-// backend's repacked buffers when that backend has a faster product for its type, and stays memory-mapped otherwise;
-// norms, biases and the embedding table always stay mapped.
+// The tensors of a model where the matrix products read them. As in libllama, a matrix goes into one of the
+// CPU backend's repacked buffers when that backend has a faster product for its type, and stays memory-mapped
+// otherwise; norms, biases and the embedding table always stay mapped.
 //
-// Use in two phases: an architecture asks for its tensors by name and shape (product, vector, ...), which only records
-// them; then load() allocates, repacks and makes their data valid. The first tensor that is missing or has another
-// shape is remembered, and load() returns it. Immutable after load().
+// Use in two phases: an architecture asks for its tensors by name and shape (product, vector, ...), which
+// only records them; then load() allocates, repacks and makes their data valid. The first tensor that is
+// missing or has another shape is remembered, and load() returns it. Immutable after load().
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
-// Gemma 3 (Gemma Team 2025), text. Embeddings scaled by the square root of their width; norms before and after both
-// attention and feed-forward; each head of Q and K normed; five layers with a sliding window for each layer that sees
-// everything, with a rotary base of their own; GeGLU.
+// Gemma 3 (Gemma Team 2025), text. Embeddings scaled by the square root of their width; norms before and
+// after both attention and feed-forward; each head of Q and K normed; five layers with a sliding window for
+// each layer that sees everything, with a rotary base of their own; GeGLU.
 #include <cmath>
 #include <vector>
 
@@ -72,7 +72,8 @@ class Gemma3 final : public Architecture {
     return {graph.rotary(q, index, nullptr), graph.rotary(k, index, nullptr), v};
   }
 
-  ggml_tensor* finish(GraphBuilder& graph, LayerIndex index, ggml_tensor* attention, ggml_tensor* x) const override {
+  ggml_tensor* finish(GraphBuilder& graph, LayerIndex index, ggml_tensor* attention,
+                      ggml_tensor* x) const override {
     const Layer& layer = layers_[index.value];
     x = graph.add(graph.rms_norm(graph.product(layer.output, attention), layer.attention_post_norm), x);
     ggml_tensor* y = graph.rms_norm(x, layer.ffn_norm);

@@ -1,6 +1,6 @@
-// Llama 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024), and the models that share its form: SmolLM2, Mistral.
-// Pre-norm layers, grouped-query attention, interleaved rotary pairs, SwiGLU; Llama 3 divides its rotary frequencies by
-// the factors in rope_freqs.weight.
+// Llama 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024), and the models that share its form: SmolLM2,
+// Mistral. Pre-norm layers, grouped-query attention, interleaved rotary pairs, SwiGLU; Llama 3 divides its
+// rotary frequencies by the factors in rope_freqs.weight.
 #include <vector>
 
 #include "model/architecture.h"
@@ -61,7 +61,8 @@ class Llama final : public Architecture {
     return {graph.rotary(q, index, rotary_factors_), graph.rotary(k, index, rotary_factors_), v};
   }
 
-  ggml_tensor* finish(GraphBuilder& graph, LayerIndex index, ggml_tensor* attention, ggml_tensor* x) const override {
+  ggml_tensor* finish(GraphBuilder& graph, LayerIndex index, ggml_tensor* attention,
+                      ggml_tensor* x) const override {
     const Layer& layer = layers_[index.value];
     x = graph.add(graph.product(layer.output, layer.output_bias, attention), x);
     ggml_tensor* y = graph.rms_norm(x, layer.ffn_norm);

@@ -1,5 +1,6 @@
-// Qwen 2 and 2.5 (Yang et al. 2024) and Qwen 3 (Yang et al. 2025), dense. Pre-norm layers, grouped-query attention,
-// rotary halves, SwiGLU. Qwen 2 has biases on Q, K and V; Qwen 3 drops them and norms each head of Q and K instead.
+// Qwen 2 and 2.5 (Yang et al. 2024) and Qwen 3 (Yang et al. 2025), dense. Pre-norm layers, grouped-query
+// attention, rotary halves, SwiGLU. Qwen 2 has biases on Q, K and V; Qwen 3 drops them and norms each head of
+// Q and K instead.
 #include <vector>
 
 #include "model/architecture.h"
@@ -65,7 +66,8 @@ class Qwen final : public Architecture {
     return {graph.rotary(q, index, nullptr), graph.rotary(k, index, nullptr), v};
   }
 
-  ggml_tensor* finish(GraphBuilder& graph, LayerIndex index, ggml_tensor* attention, ggml_tensor* x) const override {
+  ggml_tensor* finish(GraphBuilder& graph, LayerIndex index, ggml_tensor* attention,
+                      ggml_tensor* x) const override {
     const Layer& layer = layers_[index.value];
     x = graph.add(graph.product(layer.output, attention), x);
     ggml_tensor* y = graph.rms_norm(x, layer.ffn_norm);
