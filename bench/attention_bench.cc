@@ -11,7 +11,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
+#include <initializer_list>
 #include <memory>
 #include <numeric>
 #include <optional>
@@ -34,6 +34,7 @@ struct Options {
   std::uint32_t block_tokens = 32;
   std::uint32_t threads = 2;
   std::uint32_t rounds = 15;
+  std::string target = attention_targets().front();
 };
 
 struct Case {
@@ -288,7 +289,7 @@ std::optional<Options> parse(std::span<char*> arguments) {
     if (i + 1 == arguments.size()) return std::nullopt;
     const std::string value = arguments[++i];
     if (name == "--target") {
-      force_attention_target(value);
+      options.target = value;
       continue;
     }
     std::uint32_t* const number = name == "--block-tokens" ? &options.block_tokens
@@ -296,8 +297,8 @@ std::optional<Options> parse(std::span<char*> arguments) {
                                   : name == "--rounds"     ? &options.rounds
                                                            : nullptr;
     if (number == nullptr) return std::nullopt;
-    if (std::from_chars(value.data(), value.data() + value.size(), *number).ec != std::errc())
-      return std::nullopt;
+    const auto parsed = std::from_chars(value.data(), value.data() + value.size(), *number);
+    if (parsed.ec != std::errc() || *number == 0) return std::nullopt;
   }
   return options;
 }
@@ -314,12 +315,12 @@ int run(const Options& options) {
     cases.push_back({512, 4096, 4});
   }
 
+  force_attention_target(options.target);
   ggml_cpu_init();
-  const ggml_threadpool_params params = ggml_threadpool_params_default(static_cast<int>(options.threads));
-  ggml_threadpool_params pool_params = params;
-  ggml_threadpool* pool = ggml_threadpool_new(&pool_params);
+  ggml_threadpool_params params = ggml_threadpool_params_default(static_cast<int>(options.threads));
+  ggml_threadpool* pool = ggml_threadpool_new(&params);
   std::printf("%u threads, blocks of %u tokens, %s, medians of %u pairs\n", options.threads,
-              options.block_tokens, attention_targets().front().c_str(), options.rounds);
+              options.block_tokens, options.target.c_str(), options.rounds);
   std::printf(
       " rows   keys  layers   ggml ms     least   ours ms     least   ratio ggml GB/s     ours  "
       "difference\n");

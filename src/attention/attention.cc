@@ -7,6 +7,7 @@
 #include "attention/attention.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <numbers>
@@ -27,13 +28,6 @@ constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 constexpr std::uint32_t kTileRows = 48;
 /// Tasks aimed at per thread, so that threads finish together although tasks differ.
 constexpr std::uint32_t kTasksPerThread = 8;
-
-std::atomic<const Kernels*> forced_kernels{nullptr};
-
-const Kernels& current_kernels() {
-  const Kernels* forced = forced_kernels.load(std::memory_order_acquire);
-  return forced != nullptr ? *forced : *available_kernels().front();
-}
 
 std::uint32_t divide_up(std::uint32_t a, std::uint32_t b) { return (a + b - 1) / b; }
 
@@ -140,7 +134,8 @@ struct AttentionBatch::Impl {
   std::vector<AttentionGroup> groups;
   std::vector<Unit> units;
   std::vector<Task> tasks;
-  std::size_t scratch_stride = 0;  // floats
+  std::uint32_t threads = 0;
+  std::size_t scratch_stride = 0;  // floats per thread
 
   // Each thread writes its own part of `scratch`, each task its own states in `partials`.
   FloatBuffer scratch;
@@ -150,8 +145,8 @@ struct AttentionBatch::Impl {
   std::atomic<std::size_t> next_task{0};
 
   void add_units(std::uint32_t group_index);
-  void cut_into_tasks(std::uint32_t threads);
-  void reserve_memory(std::uint32_t threads);
+  void cut_into_tasks();
+  void reserve_memory();
 
   Scratch scratch_of(std::uint32_t thread) const;
   std::uint32_t blocks_per_tile() const { return kTileKeys / shape.block_tokens; }
@@ -207,7 +202,7 @@ void AttentionBatch::Impl::add_units(std::uint32_t group_index) {
   }
 }
 
-void AttentionBatch::Impl::cut_into_tasks(std::uint32_t threads) {
+void AttentionBatch::Impl::cut_into_tasks() {
   std::uint64_t work = 0;
   for (const Unit& unit : units) work += unit.work;
   const std::uint64_t task_work = threads == 1 ? work : work / (std::uint64_t{threads} * kTasksPerThread);
@@ -230,7 +225,7 @@ void AttentionBatch::Impl::cut_into_tasks(std::uint32_t threads) {
   });
 }
 
-void AttentionBatch::Impl::reserve_memory(std::uint32_t threads) {
+void AttentionBatch::Impl::reserve_memory() {
   const std::size_t rows = rows_max;
   scratch_stride = whole_lines(rows * shape.head_dim) + whole_lines(rows * kTileKeys) + whole_lines(rows) +
                    2 * state_floats(rows_max, shape.head_dim);
@@ -249,8 +244,9 @@ void AttentionBatch::Impl::reserve_memory(std::uint32_t threads) {
     unfinished_capacity = units.size();
     unfinished = std::make_unique<std::atomic<std::uint32_t>[]>(unfinished_capacity);
   }
-  for (std::size_t i = 0; i < units.size(); ++i)
+  for (std::size_t i = 0; i < units.size(); ++i) {
     unfinished[i].store(units[i].tasks, std::memory_order_relaxed);
+  }
 }
 
 // ---- run
@@ -391,10 +387,11 @@ void AttentionBatch::Impl::write_result(const Unit& unit, const AttentionState& 
     const std::size_t head = std::size_t{unit.kv_head} * heads_per_kv + i % heads_per_kv;
     const float factor = 1.0f / state.sum[i];
     float* const to = group.out + (row * shape.heads + head) * head_dim;
-    // + 0 turns -0 into 0: the sign of a zero could tell whether the row's tile had blocks that only others
-    // see.
-    for (std::uint32_t d = 0; d < head_dim; ++d)
+    for (std::uint32_t d = 0; d < head_dim; ++d) {
+      // + 0 turns -0 into 0: the sign of a zero could tell whether its tile had blocks that only other rows
+      // see.
       to[d] = state.out[std::size_t{i} * head_dim + d] * factor + 0.0f;
+    }
     if (group.lse != nullptr) {
       group.lse[row * shape.heads + head] =
           (state.max[i] + std::log2(state.sum[i])) * std::numbers::ln2_v<float>;
@@ -419,64 +416,26 @@ void AttentionBatch::plan(const AttentionShape& shape, std::span<const Attention
   Impl& impl = *impl_;
   impl.shape = shape;
   impl.heads_per_kv = shape.heads / shape.kv_heads;
+  impl.threads = threads;
   impl.kernels = &current_kernels();
   impl.groups.assign(groups.begin(), groups.end());
   impl.units.clear();
   impl.tasks.clear();
   impl.rows_max = 0;
   for (std::uint32_t group = 0; group < groups.size(); ++group) impl.add_units(group);
-  impl.cut_into_tasks(threads);
-  impl.reserve_memory(threads);
+  impl.cut_into_tasks();
+  impl.reserve_memory();
   impl.next_task.store(0, std::memory_order_relaxed);
 }
 
 void AttentionBatch::run(std::uint32_t thread) {
   Impl& impl = *impl_;
+  DD_CHECK(thread < impl.threads, "thread {} of {}", thread, impl.threads);
   const Impl::Scratch own = impl.scratch_of(thread);
   while (true) {
     const std::size_t task = impl.next_task.fetch_add(1, std::memory_order_relaxed);
     if (task >= impl.tasks.size()) return;
     impl.run_task(impl.tasks[task], own);
-  }
-}
-
-std::vector<std::string> attention_targets() {
-  std::vector<std::string> names;
-  for (const Kernels* kernels : available_kernels()) names.emplace_back(kernels->target);
-  return names;
-}
-
-void force_attention_target(const std::string& name) {
-  const Kernels* found = nullptr;
-  for (const Kernels* kernels : available_kernels()) {
-    if (name == kernels->target) found = kernels;
-  }
-  DD_CHECK(name.empty() || found != nullptr, "no attention kernel for {} on this machine", name);
-  forced_kernels.store(found, std::memory_order_release);
-}
-
-void store_tokens(const KvGeometry& geometry, const float* k, const float* v, std::uint32_t count,
-                  std::uint32_t index, f16_bits* block_k, f16_bits* block_v) {
-  constexpr std::uint32_t kBlockTokensMax = 64;
-  constexpr std::uint32_t kHeadDimMax = 256;
-  const std::uint32_t head_dim = geometry.head_dim;
-  const std::size_t token_floats = std::size_t{geometry.kv_heads} * head_dim;
-  DD_CHECK(index + count <= geometry.block_tokens && geometry.block_tokens <= kBlockTokensMax &&
-               head_dim <= kHeadDimMax,
-           "tokens {} to {} in a block of {}, head_dim {}", index, index + count, geometry.block_tokens,
-           head_dim);
-  const Kernels& kernels = current_kernels();
-  f16_bits keys[kBlockTokensMax * kHeadDimMax];  // [count, head_dim] of one head, before it is transposed
-  for (std::uint32_t head = 0; head < geometry.kv_heads; ++head) {
-    for (std::uint32_t t = 0; t < count; ++t) {
-      kernels.to_f16(k + t * token_floats + std::size_t{head} * head_dim, head_dim, keys + t * head_dim);
-      kernels.to_f16(v + t * token_floats + std::size_t{head} * head_dim, head_dim,
-                     block_v + (std::size_t{head} * geometry.block_tokens + index + t) * head_dim);
-    }
-    for (std::uint32_t d = 0; d < head_dim; ++d) {
-      f16_bits* const to = block_k + (std::size_t{head} * head_dim + d) * geometry.block_tokens + index;
-      for (std::uint32_t t = 0; t < count; ++t) to[t] = keys[t * head_dim + d];
-    }
   }
 }
 

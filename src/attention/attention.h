@@ -7,14 +7,13 @@
 //
 // The result of a row depends only on its query and on its list of blocks: not on the other rows or groups of
 // the call, not on the number of threads. Keys are taken in tiles of kTileKeys and splits of kSplitKeys,
-// counted along the list; the splits are merged in order. Tiles in which no row sees a key are skipped.
+// counted along the list; the splits are merged in order. Blocks in which no row sees a key are not read.
 //
 // AttentionBatch is a plan made by one thread (`plan`) and then carried out by any number of threads that
 // call `run` at the same time; `run` blocks on nothing. Written with Highway, dispatched at run time to the
 // best instruction set.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -27,6 +26,7 @@
 namespace dualdecoder {
 
 inline constexpr std::uint32_t kTileKeys = 64;
+/// Also the least work of a task: few enough keys that threads can share a short context evenly.
 inline constexpr std::uint32_t kSplitKeys = 256;
 
 /// One block as the kernel reads it. Tokens beyond `tokens` may hold anything, NaN included: they have no
@@ -49,7 +49,7 @@ struct AttentionShape {
 /// Rows of one sequence at consecutive positions; row r stands at first_row_position + r and sees the keys of
 /// `blocks` whose position p satisfies  p <= its own  and, with a window w > 0,  p > its own - w.
 struct AttentionGroup {
-  std::span<const KvBlockView> blocks;  // any order, gaps allowed; at least one visible key for every row
+  std::span<const KvBlockView> blocks;  // any order, gaps allowed; a row that sees no key gets NaN
   std::uint32_t rows = 0;
   std::uint32_t first_row_position = 0;
   std::uint32_t window = 0;  // 0: unlimited

@@ -323,17 +323,34 @@ TEST(Attention, SeesOnlyTheKeysOfTheWindow) {
   EXPECT_LT(std::abs(windowed.lse[0] - last_block.lse[0]), 1e-5);
 }
 
-TEST(Attention, DoesNotTouchTilesThatNoRowSees) {
+TEST(Attention, DoesNotTouchBlocksThatNoRowSees) {
   std::mt19937 random(6);
   const AttentionShape shape = make_shape(2, 1, 64, 32);
-  Sequence sequence(shape, {.keys = 4000, .rows = 2, .window = 100}, random);
+  Sequence sequence(shape, {.keys = 4064, .rows = 2, .window = 40}, random);
   sequence.compute_reference();
   std::vector<KvBlockView> views = sequence.views();
-  // 4,000 keys fill 62 tiles and a half; the window ends in the last three.
-  for (std::size_t i = 0; i < 2 * 60; ++i) views[i].k = views[i].v = nullptr;
+  // The rows see keys 4,023 to 4,063: blocks 125 and 126. Block 124 shares a tile with 125, and two tiles of
+  // the same split come before it.
+  for (std::size_t i = 0; i < 125; ++i) views[i].k = views[i].v = nullptr;
   sequence.group.blocks = views;
   attend(shape, sequence);
   sequence.expect_near_reference();
+}
+
+TEST(Attention, GivesHiddenKeysNoWeightAtAll) {
+  std::mt19937 random(14);
+  const AttentionShape shape = make_shape(2, 1, 64, 32);
+  Sequence sequence(shape, {.keys = 90, .rows = 1}, random);
+  sequence.group.first_row_position = 49;
+  std::vector<f16_bits> values(shape.block_tokens * shape.head_dim, 0);
+  std::vector<KvBlockView> views = sequence.views();
+  views[0].v = values.data();  // keys 0 to 31 have zeros
+  std::vector<f16_bits> mixed = values;
+  std::fill(mixed.begin() + 18 * shape.head_dim, mixed.end(), f16_from_float(60000));
+  views[1].v = mixed.data();  // 32 to 49 have zeros, 50 to 63 do not
+  sequence.group.blocks = views;
+  attend(shape, sequence);
+  for (const float x : sequence.out) EXPECT_EQ(x, 0.0f);
 }
 
 TEST(Attention, KeepsItsPrecisionWhenTheMaximumGrowsWithEveryTile) {

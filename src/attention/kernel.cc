@@ -1,6 +1,7 @@
 #include "attention/kernel.h"
 
 #include <array>
+#include <atomic>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "attention/f16.h"
+#include "base/check.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "attention/kernel.cc"
@@ -34,8 +36,10 @@ using Vector = hn::Vec<Floats>;
 constexpr int kLanes = static_cast<int>(hn::MaxLanes(Floats()));
 static_assert(16 % kLanes == 0, "columns come in multiples of 16");
 
-#if (HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3) || HWY_ARCH_ARM_A64
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
 constexpr int kAccumulatorsMax = 24;  // of 32 registers
+#elif HWY_ARCH_ARM_A64
+constexpr int kAccumulatorsMax = 16;  // of 32: GCC holds the factors of all rows, and spills with 24
 #else
 constexpr int kAccumulatorsMax = 12;  // of 16
 #endif
@@ -56,9 +60,10 @@ HWY_INLINE Vector load(const f16_bits* from) {
 }
 
 /// sums[kRows, kVectors] += a[kRows, depth] * b[depth, kVectors]: one multiply-add per element and step of
-/// depth. Asks for the cache lines of `ahead` as it goes: blocks lie scattered, a page or two each, too short
-/// for the processor to see a pattern. With it 12 GB/s are read where a plain loop reads 8, and one that asks
-/// for whole tiles at a time 9.
+/// depth.
+/// Asks for the cache lines of `ahead` as it goes: blocks lie scattered, a page or two each, too short for
+/// the processor to see a pattern. Per Zen 3 core this reads 12 GB/s where none of it reads 8, and asking for
+/// a whole tile at a time 9. Tried and lost for many rows: converting a tile to f32 once (5 % slower).
 template <int kRows, int kVectors>
 HWY_INLINE void multiply(const float* HWY_RESTRICT a, std::size_t a_stride,
                          const f16_bits* const (&b)[kVectors], const f16_bits* const (&ahead)[kVectors],
@@ -115,8 +120,9 @@ HWY_INLINE void score_columns(const KeyTile& tile, const float* q, std::size_t v
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v)
+    for (int v = 0; v < kVectors; ++v) {
       hn::StoreU(sums[r][v], Floats(), scores + r * kTileKeys + (vector + v) * kLanes);
+    }
   }
 }
 
@@ -125,9 +131,12 @@ void score_rows(const KeyTile& tile, const float* q, float* scores) {
   constexpr int kVectors = vectors_for(kRows);
   const std::size_t vectors = tile.columns() / kLanes;
   std::size_t vector = 0;
-  for (; vector + kVectors <= vectors; vector += kVectors)
+  for (; vector + kVectors <= vectors; vector += kVectors) {
     score_columns<kRows, kVectors>(tile, q, vector, scores);
-  for (; vector < vectors; vector += kVectorsMin) score_columns<kRows, kVectorsMin>(tile, q, vector, scores);
+  }
+  for (; vector < vectors; vector += kVectorsMin) {
+    score_columns<kRows, kVectorsMin>(tile, q, vector, scores);
+  }
 }
 
 /// The part of out = out * rescale + weights * V in columns [vector, vector + kVectors) * kLanes.
@@ -159,8 +168,9 @@ HWY_INLINE void value_columns(const KeyTile& tile, const float* weights, const f
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v)
+    for (int v = 0; v < kVectors; ++v) {
       hn::StoreU(sums[r][v], Floats(), first + r * tile.head_dim + v * kLanes);
+    }
   }
 }
 
@@ -320,6 +330,30 @@ std::span<const Kernels* const> available_kernels() {
     return found;
   }();
   return list;
+}
+
+namespace {
+std::atomic<const Kernels*> forced_kernels{nullptr};
+}  // namespace
+
+const Kernels& current_kernels() {
+  const Kernels* forced = forced_kernels.load(std::memory_order_acquire);
+  return forced != nullptr ? *forced : *available_kernels().front();
+}
+
+std::vector<std::string> attention_targets() {
+  std::vector<std::string> names;
+  for (const Kernels* candidate : available_kernels()) names.emplace_back(candidate->target);
+  return names;
+}
+
+void force_attention_target(const std::string& name) {
+  const Kernels* found = nullptr;
+  for (const Kernels* candidate : available_kernels()) {
+    if (name == candidate->target) found = candidate;
+  }
+  DD_CHECK(name.empty() || found != nullptr, "no attention kernel for {} on this machine", name);
+  forced_kernels.store(found, std::memory_order_release);
 }
 
 }  // namespace dualdecoder

@@ -60,5 +60,7 @@ struct Kernels {
 
 /// For every instruction set compiled in that this machine can run, best first.
 std::span<const Kernels* const> available_kernels();
+/// The first of these, or the one that force_attention_target() has named.
+const Kernels& current_kernels();
 
 }  // namespace dualdecoder

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "base/check.h"
 #include "kv/block_table.h"
 
 namespace dualdecoder {
@@ -18,8 +19,9 @@ class Sequence {
   const BlockTable& blocks() const { return blocks_; }
 
   void commit(std::uint32_t tokens) { tokens_ += tokens; }
-  /// Forgets everything from position `tokens` on.
+  /// Forgets everything from position `tokens` on; there are at least that many.
   void truncate(std::uint32_t tokens) {
+    DD_CHECK(tokens <= tokens_, "{} of {}", tokens, tokens_);
     tokens_ = tokens;
     blocks_.truncate(tokens);
   }

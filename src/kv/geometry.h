@@ -35,7 +35,9 @@ struct KvGeometry {
   std::size_t block_bytes() const { return 2 * half_block_elements() * sizeof(f16_bits); }
   /// Bytes of one token's K and V over all layers.
   std::size_t token_bytes() const { return block_bytes() / block_tokens * layers; }
-  std::uint32_t blocks_for(std::uint32_t tokens) const { return (tokens + block_tokens - 1) / block_tokens; }
+  std::uint32_t blocks_for(std::uint32_t tokens) const {
+    return tokens / block_tokens + (tokens % block_tokens != 0 ? 1 : 0);
+  }
 };
 
 }  // namespace dualdecoder

@@ -33,7 +33,7 @@ class NearTier {
   std::optional<SlotIndex> try_take();
   void give_back(SlotIndex slot);
 
-  f16_bits* k(SlotIndex slot) const { return arena_ + slot.value * 2 * geometry_.half_block_elements(); }
+  f16_bits* k(SlotIndex slot) const { return arena_ + std::size_t{slot.value} * 2 * geometry_.half_block_elements(); }
   f16_bits* v(SlotIndex slot) const { return k(slot) + geometry_.half_block_elements(); }
 
  private:

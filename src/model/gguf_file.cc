@@ -1,6 +1,10 @@
 #include "model/gguf_file.h"
 
 #include <limits>
+#include <string_view>
+#include <unordered_set>
+
+#include "base/check.h"
 
 #include "model/log_capture.h"
 
@@ -66,7 +70,7 @@ Result<std::unique_ptr<GgufFile>> GgufFile::open(const std::string& path) {
   {
     const LogCapture log;
     file->gguf_ = gguf_init_from_file(path.c_str(), gguf_init_params{.no_alloc = true, .ctx = nullptr});
-    reason = log.last_error();
+    reason = log.first_error();
   }
   if (file->gguf_ == nullptr) {
     return fail(ErrorCode::kCorrupt,
@@ -171,6 +175,21 @@ Result<std::size_t> GgufFile::array_length(const std::string& key, gguf_type ele
                 path_, key, gguf_type_name(gguf_get_arr_type(gguf_, *id)), gguf_type_name(element));
   }
   return gguf_get_arr_n(gguf_, *id);
+}
+
+std::optional<std::size_t> GgufFile::first_repeated(const std::string& key) const {
+  const std::int64_t id = gguf_find_key(gguf_, key.c_str());
+  DD_CHECK(id >= 0 && gguf_get_kv_type(gguf_, id) == GGUF_TYPE_ARRAY &&
+               gguf_get_arr_type(gguf_, id) == GGUF_TYPE_STRING,
+           "{}", key);
+  const std::size_t count = gguf_get_arr_n(gguf_, id);
+  std::unordered_set<std::string_view> seen;
+  seen.reserve(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::string_view entry = gguf_get_arr_str(gguf_, id, i);
+    if (!entry.empty() && !seen.insert(entry).second) return i;
+  }
+  return std::nullopt;
 }
 
 Result<std::optional<std::vector<std::uint32_t>>> GgufFile::u32_list(const std::string& key,

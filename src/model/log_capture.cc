@@ -15,12 +15,12 @@ void LogCapture::on_log(ggml_log_level level, const char* text, void* user) {
   if (level != GGML_LOG_LEVEL_ERROR) return;
   auto* self = static_cast<LogCapture*>(user);
   const std::lock_guard lock(self->mutex_);
-  self->last_error_ = text;
+  if (self->first_error_.empty()) self->first_error_ = text;
 }
 
-std::string LogCapture::last_error() const {
+std::string LogCapture::first_error() const {
   const std::lock_guard lock(mutex_);
-  std::string text = last_error_;
+  std::string text = first_error_;
   while (!text.empty() && (text.back() == '\n' || text.back() == ' ')) text.pop_back();
   const std::size_t colon = text.find(": ");
   return colon == std::string::npos ? text : text.substr(colon + 2);

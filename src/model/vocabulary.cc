@@ -1,6 +1,7 @@
 #include "model/vocabulary.h"
 
 #include <array>
+#include <exception>
 
 #include "base/check.h"
 #include "model/log_capture.h"
@@ -8,11 +9,22 @@
 namespace dualdecoder {
 namespace {
 
-// libllama checks some of these by assertions that end the process; here they are errors that name the key.
+// libllama checks some of these by assertions that end the process, and reads others as far as the tokens go;
+// here they are errors that name the key. Wrong types of the keys not named here are errors of libllama's own.
 Status check_tokenizer_keys(const GgufFile& file) {
-  if (auto kind = file.string("tokenizer.ggml.model"); !kind) return std::unexpected(kind.error());
+  const auto kind = file.string("tokenizer.ggml.model");
+  if (!kind) return std::unexpected(kind.error());
+  if (*kind != "llama" && *kind != "gpt2") {
+    return fail(ErrorCode::kUnsupported, "{}: the tokenizer \"{}\" is not supported (llama and gpt2 are)",
+                file.path(), *kind);
+  }
   const auto tokens = file.array_length("tokenizer.ggml.tokens", GGUF_TYPE_STRING);
   if (!tokens) return std::unexpected(tokens.error());
+  const auto twice = file.first_repeated("tokenizer.ggml.tokens");
+  if (twice) {
+    return fail(ErrorCode::kCorrupt, "{}: key tokenizer.ggml.tokens has the same entry twice, again at {}; convert the model again",
+                file.path(), *twice);
+  }
 
   struct ListKey {
     const char* name;
@@ -46,6 +58,31 @@ Status check_tokenizer_keys(const GgufFile& file) {
   return {};
 }
 
+// What libllama would otherwise only find, by an assertion or an exception, when the first text is tokenised.
+Status check_tokenizer(const GgufFile& file, const llama_vocab* vocab) {
+  const auto check_special = [&](bool added, llama_token token, const char* name) -> Status {
+    if (!added || token != LLAMA_TOKEN_NULL) return {};
+    return fail(ErrorCode::kCorrupt, "{}: its vocabulary adds a {} token to every text and has none", file.path(),
+                name);
+  };
+  for (const Status& status :
+       {check_special(llama_vocab_get_add_bos(vocab), llama_vocab_bos(vocab), "begin-of-text"),
+        check_special(llama_vocab_get_add_eos(vocab), llama_vocab_eos(vocab), "end-of-text")}) {
+    if (!status) return status;
+  }
+  std::string bytes;
+  for (int byte = 1; byte < 256; ++byte) bytes.push_back(static_cast<char>(byte));
+  std::array<llama_token, 1024> tokens{};
+  try {
+    llama_tokenize(vocab, bytes.data(), static_cast<std::int32_t>(bytes.size()), tokens.data(), tokens.size(), true,
+                   false);
+  } catch (const std::exception&) {
+    return fail(ErrorCode::kUnsupported, "{}: its vocabulary has no tokens for single bytes, so it cannot take every text",
+                file.path());
+  }
+  return {};
+}
+
 }  // namespace
 
 Result<std::unique_ptr<Vocabulary>> Vocabulary::load(const GgufFile& file) {
@@ -58,9 +95,12 @@ Result<std::unique_ptr<Vocabulary>> Vocabulary::load(const GgufFile& file) {
   vocabulary->model_.reset(llama_model_load_from_file(file.path().c_str(), params));
   if (!vocabulary->model_) {
     return fail(ErrorCode::kCorrupt, "{}: libllama cannot read its vocabulary: {}", file.path(),
-                log.last_error());
+                log.first_error());
   }
   vocabulary->vocab_ = llama_model_get_vocab(vocabulary->model_.get());
+  if (Status status = check_tokenizer(file, vocabulary->vocab_); !status) {
+    return std::unexpected(status.error());
+  }
   vocabulary->size_ = static_cast<std::uint32_t>(llama_vocab_n_tokens(vocabulary->vocab_));
   if (const char* text = llama_model_chat_template(vocabulary->model_.get(), nullptr); text != nullptr) {
     vocabulary->chat_template_ = text;

@@ -36,7 +36,7 @@ ggml_context_ptr tensor_context(std::size_t tensors) {
 Weights::Weights(const GgufFile& file) : file_(file), extra_types_(extra_buffer_types()) {}
 
 ggml_tensor* Weights::product(const std::string& name, std::int64_t inputs, std::int64_t outputs) {
-  return record(name, {inputs, outputs}, true);
+  return record(name, {inputs, outputs}, Role::kProduct);
 }
 
 ggml_tensor* Weights::product_or(const std::string& name, const std::string& fallback, std::int64_t inputs,
@@ -45,11 +45,11 @@ ggml_tensor* Weights::product_or(const std::string& name, const std::string& fal
 }
 
 ggml_tensor* Weights::table(const std::string& name, std::int64_t width, std::int64_t rows) {
-  return record(name, {width, rows}, false);
+  return record(name, {width, rows}, Role::kTable);
 }
 
 ggml_tensor* Weights::vector(const std::string& name, std::int64_t elements) {
-  return record(name, {elements}, false);
+  return record(name, {elements}, Role::kVector);
 }
 
 ggml_tensor* Weights::optional_vector(const std::string& name, std::int64_t elements) {
@@ -57,7 +57,7 @@ ggml_tensor* Weights::optional_vector(const std::string& name, std::int64_t elem
 }
 
 ggml_tensor* Weights::record(const std::string& name, std::initializer_list<std::int64_t> shape,
-                             bool is_product) {
+                             Role role) {
   if (!first_error_) return nullptr;
   const GgufTensor* entry = file_.find_tensor(name);
   if (entry == nullptr) {
@@ -72,12 +72,31 @@ ggml_tensor* Weights::record(const std::string& name, std::initializer_list<std:
                         name, fmt::join(entry->shape, ", "), fmt::join(wanted, ", "));
     return nullptr;
   }
-  Pool& pool = pool_for(is_product ? repacked_type_for(*entry) : nullptr);
+  if (!has_operation(entry->type, role)) {
+    first_error_ = fail(ErrorCode::kUnsupported, "{}: tensor {} is of type {}, wanted {}", file_.path(), name,
+                        ggml_type_name(entry->type),
+                        role == Role::kVector ? "f32" : "f32, f16, bf16 or a quantised type");
+    return nullptr;
+  }
+  Pool& pool = pool_for(role == Role::kProduct ? repacked_type_for(*entry) : nullptr);
   ggml_tensor* tensor =
       ggml_new_tensor(pool.context.get(), entry->type, static_cast<int>(shape.size()), wanted.data());
   ggml_set_name(tensor, name.c_str());
   pool.tensors.emplace_back(tensor, entry);
   return tensor;
+}
+
+// ggml's kernels end the process on a type they have no code for.
+bool Weights::has_operation(ggml_type type, Role role) {
+  switch (role) {
+    case Role::kProduct:
+      return ggml_get_type_traits_cpu(type)->vec_dot != nullptr;
+    case Role::kTable:
+      return type == GGML_TYPE_F32 || ggml_get_type_traits(type)->to_float != nullptr;
+    case Role::kVector:
+      return type == GGML_TYPE_F32;
+  }
+  return false;
 }
 
 Weights::Pool& Weights::pool_for(ggml_backend_buffer_type_t type) {

@@ -4,7 +4,8 @@
 //
 // Use in two phases: an architecture asks for its tensors by name and shape (product, vector, ...), which
 // only records them; then load() allocates, repacks and makes their data valid. The first tensor that is
-// missing or has another shape is remembered, and load() returns it. Immutable after load().
+// missing or has another shape, or a type without an operation, is remembered, and load() returns it.
+// Immutable after load().
 #pragma once
 
 #include <cstddef>
@@ -55,7 +56,10 @@ class Weights {
     std::vector<std::pair<ggml_tensor*, const GgufTensor*>> tensors;
   };
 
-  ggml_tensor* record(const std::string& name, std::initializer_list<std::int64_t> shape, bool is_product);
+  enum class Role { kProduct, kTable, kVector };
+
+  ggml_tensor* record(const std::string& name, std::initializer_list<std::int64_t> shape, Role role);
+  static bool has_operation(ggml_type type, Role role);
   Pool& pool_for(ggml_backend_buffer_type_t type);
   ggml_backend_buffer_type_t repacked_type_for(const GgufTensor& tensor) const;
 

@@ -29,7 +29,8 @@ Result<std::unique_ptr<Libllama>> Libllama::load(const std::string& path, const 
   params.n_outputs_max = peer->options_.outputs;
   params.n_threads = static_cast<std::int32_t>(options.threads);
   params.n_threads_batch = params.n_threads;
-  params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
+  params.flash_attn_type =
+      options.flash_attention ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
   params.type_k = GGML_TYPE_F16;
   params.type_v = GGML_TYPE_F16;
   params.kv_unified = false;

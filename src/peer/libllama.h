@@ -26,6 +26,7 @@ struct LibllamaOptions {
   std::uint32_t sequences = 1;
   std::uint32_t batch = 512;  // rows computed at once
   std::uint32_t outputs = 1;  // rows of one call that want logits; at least `sequences`
+  bool flash_attention = true;
 };
 
 class Libllama {
