@@ -1,8 +1,11 @@
 """`dualdecoder bench` in its smallest case, so that it cannot rot."""
 
 import json
+import signal
+import subprocess
+import time
 
-from conftest import dualdecoder
+from conftest import PROGRAM, dualdecoder
 
 KEYS = {
     "engine", "test", "policy", "context", "sequences", "threads", "tokens_per_s", "ms_per_step", "near_kv_bytes", "commit",
@@ -31,3 +34,21 @@ def test_a_table_with_prefill_and_decoding_alone(tiny):
 def test_a_peer_that_is_not_known_is_refused(tiny):
     result = dualdecoder("bench", "-m", tiny, "--peer", "vllm")
     assert result.code == 2 and "vllm" in result.stderr
+
+
+def test_numbers_out_of_range_are_refused(tiny):
+    for arguments, part in ((["-np", "0"], "--np"), (["-d", "4294967295"], "--depth"), (["-p", "-1"], "--prefill")):
+        result = dualdecoder("bench", "-m", tiny, *arguments)
+        assert result.code == 2 and part in result.stderr and len(result.errors) == 1
+
+
+def test_ctrl_c_while_the_sequences_are_filled_ends_it(tiny):
+    process = subprocess.Popen(
+        [str(PROGRAM), "bench", "-m", str(tiny), "-t", "1", "-d", "300000", "-np", "4", "--peer", "libllama"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors

@@ -1,5 +1,5 @@
-// The engine on small random models: what it refuses and leaves unchanged, where memory goes, and that logits do
-// not depend on how the same tokens were brought in.
+// The engine on small random models: what it refuses and leaves unchanged, where memory goes, and that logits
+// do not depend on how the same tokens were brought in.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -92,7 +92,8 @@ class EngineTest : public testing::Test {
     return all;
   }
 
-  static void expect_error(const Error& error, ErrorCode code, const testing::Matcher<const std::string&>& matcher) {
+  static void expect_error(const Error& error, ErrorCode code,
+                           const testing::Matcher<const std::string&>& matcher) {
     EXPECT_STREQ(error_code_name(error.code), error_code_name(code));
     EXPECT_THAT(error.message, matcher);
   }
@@ -377,7 +378,8 @@ TEST_P(EngineLogits, OfSeveralSequencesInOneStepAreBitEqualToEachAloneWhenBatchI
 INSTANTIATE_TEST_SUITE_P(All, EngineLogits, testing::Values("llama", "qwen2", "qwen3", "gemma3"),
                          [](const auto& parameter) { return std::string(parameter.param); });
 
-// Repacked matrices and those that ggml multiplies in other ways, which have kernels of their own for one row.
+// Repacked matrices and those that ggml multiplies in other ways, which have kernels of their own for one
+// row.
 TEST_F(EngineTest, BatchInvarianceHoldsForEveryTypeOfWeights) {
   for (const ggml_type type : {GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0, GGML_TYPE_Q4_1,
                                GGML_TYPE_Q4_K, GGML_TYPE_Q6_K}) {
@@ -386,7 +388,8 @@ TEST_F(EngineTest, BatchInvarianceHoldsForEveryTypeOfWeights) {
     const auto tokens = random_tokens(100);
     const Logits reference = in_steps_of(1, *e, tokens);
     for (const std::size_t rows : {3, 8, 32}) {
-      EXPECT_TRUE(bit_equal(reference, in_steps_of(rows, *e, tokens))) << ggml_type_name(type) << ", " << rows;
+      EXPECT_TRUE(bit_equal(reference, in_steps_of(rows, *e, tokens)))
+          << ggml_type_name(type) << ", " << rows;
     }
   }
 }
@@ -412,14 +415,16 @@ TEST_F(EngineTest, StepsOfManyShapesInAnyOrderGiveTheSameLogits) {
         continue;
       }
       const std::size_t got = wanted == LogitsWanted::kAll ? rows : 1;
-      const std::span expected(&reference[(sequence->tokens() - got) * kTinyVocabulary], got * kTinyVocabulary);
+      const std::span expected(&reference[(sequence->tokens() - got) * kTinyVocabulary],
+                               got * kTinyVocabulary);
       EXPECT_LT(difference(std::span(*result, expected.size()), expected), kTolerance);
     }
   }
 }
 
 TEST_F(EngineTest, TokensBeforeASlidingWindowHaveNoInfluence) {
-  load({.architecture = "gemma3", .layers = 1, .window = 64, .window_pattern = 0});  // 0: every layer windowed
+  load(
+      {.architecture = "gemma3", .layers = 1, .window = 64, .window_pattern = 0});  // 0: every layer windowed
   const auto e = engine({.context = 512, .batch_invariant = true});
   const auto tail = random_tokens(64, 3);
   Logits reference;

@@ -1,6 +1,6 @@
 // Model files that are damaged, incomplete or of another kind: each is one error that names the file, what is
-// wrong in it, what was wanted and what was found; never a signal. And the other way round: what is optional may
-// be missing, and a good file is never refused.
+// wrong in it, what was wanted and what was found; never a signal. And the other way round: what is optional
+// may be missing, and a good file is never refused.
 #include <algorithm>
 #include <array>
 #include <filesystem>
@@ -26,8 +26,8 @@ using testing::HasSubstr;
 using testing::Not;
 namespace fs = std::filesystem;
 
-// Every integer fits a signed byte, so that a key can be given any integer type; as many KV heads as heads and
-// heads of the default size, so that their keys may be missing.
+// Every integer fits a signed byte, so that a key can be given any integer type; as many KV heads as heads
+// and heads of the default size, so that their keys may be missing.
 TinyModelOptions small_numbers() { return {.kv_heads = 4, .feed_forward = 96, .context = 100}; }
 
 constexpr char kAlignment[] = "general.alignment";
@@ -169,7 +169,8 @@ TEST_F(GgufFaults, FileCutInItsTensorsNamesTheFirstThatIsIncomplete) {
     const std::size_t cut = data + (data_end - data) * i / kCuts - 1;
     fs::resize_file(path_, cut);
     std::int64_t incomplete = 0;
-    while (data + gguf_get_tensor_offset(gguf.get(), incomplete) + gguf_get_tensor_size(gguf.get(), incomplete) <=
+    while (data + gguf_get_tensor_offset(gguf.get(), incomplete) +
+               gguf_get_tensor_size(gguf.get(), incomplete) <=
            cut) {
       ++incomplete;
     }
@@ -217,7 +218,8 @@ TEST_F(GgufFaults, AlignmentOfAnotherTypeIsNamedWithTheTypeThatWasFound) {
   for (const gguf_type type : {GGUF_TYPE_INT32, GGUF_TYPE_FLOAT32}) {  // as wide as the right one
     bytes[type_at] = static_cast<char>(type);
     std::ofstream(path_, std::ios::binary) << bytes;
-    expect_error(AllOf(HasSubstr(kAlignment), HasSubstr("must be of type u32"), HasSubstr(gguf_type_name(type))));
+    expect_error(
+        AllOf(HasSubstr(kAlignment), HasSubstr("must be of type u32"), HasSubstr(gguf_type_name(type))));
   }
 }
 
@@ -230,7 +232,8 @@ TEST_F(GgufFaults, ValueOutOfRangeIsRefused) {
       {"llama.block_count", std::int64_t{1} << 32, "llama.block_count is 4294967296, out of range"},
       {"llama.context_length", 0, "the training context is 0"},
       {"llama.embedding_length", 0, "the embedding width is 0"},
-      {"llama.embedding_length", 48, "token_embd.weight has the shape [64, 261, 1, 1], wanted [48, 261, 1, 1]"},
+      {"llama.embedding_length", 48,
+       "token_embd.weight has the shape [64, 261, 1, 1], wanted [48, 261, 1, 1]"},
       {"llama.attention.head_count", 0, "the number of heads is 0"},
       {"llama.attention.head_count_kv", 3, "4 heads are not a multiple of 3 KV heads"},
       {"llama.attention.head_count_kv", 0, "the number of KV heads is 0"},
@@ -241,7 +244,8 @@ TEST_F(GgufFaults, ValueOutOfRangeIsRefused) {
       {"tokenizer.ggml.bos_token_id", 261, "tokenizer.ggml.bos_token_id is 261, the vocabulary has 261"},
   };
   for (const auto& [key, value, message] : cases) {
-    write_edited([&key = key, value = value](gguf_context* gguf) { gguf_set_val_i64(gguf, key.c_str(), value); });
+    write_edited(
+        [&key = key, value = value](gguf_context* gguf) { gguf_set_val_i64(gguf, key.c_str(), value); });
     SCOPED_TRACE(fmt::format("{} = {}", key, value));
     expect_error(HasSubstr(message));
   }
@@ -304,7 +308,8 @@ TEST_F(GgufFaults, TensorThatIsMissingIsNamedUnlessItIsOptional) {
 
 TEST_F(GgufFaults, TensorOfAnotherShapeOrTypeIsNamedWithBoth) {
   write({.shapes = {{"blk.1.ffn_down.weight", {64, 128}}}});
-  expect_error(HasSubstr("tensor blk.1.ffn_down.weight has the shape [64, 128, 1, 1], wanted [128, 64, 1, 1]"));
+  expect_error(
+      HasSubstr("tensor blk.1.ffn_down.weight has the shape [64, 128, 1, 1], wanted [128, 64, 1, 1]"));
   write({.shapes = {{"blk.0.attn_norm.weight", {32}}}});
   expect_error(HasSubstr("tensor blk.0.attn_norm.weight has the shape [32, 1, 1, 1], wanted [64, 1, 1, 1]"));
   write({.types = {{"blk.0.attn_norm.weight", GGML_TYPE_F16}}});

@@ -4,9 +4,10 @@
 // The reference is always libllama in chunks of many rows, where its flash attention sums in float32. For one
 // row it sums V in float16, which alone costs a mean KL of 1e-5 on the small models.
 //
-// Quantised products round their input to 8 bits, so any difference in the last place grows to that rounding's
-// size within a few layers. How large that is shows in libllama itself: its logits without flash attention are
-// as far from those with it. That is the yardstick for the real models, beside an absolute bound.
+// Quantised products round their input to 8 bits, so any difference in the last place grows to that
+// rounding's size within a few layers. How large that is shows in libllama itself: its logits without flash
+// attention are as far from those with it. That is the yardstick for the real models, beside an absolute
+// bound.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -109,8 +110,8 @@ class Pair {
     ASSERT_TRUE(peer->append(0, tokens, 0));
   }
 
-  /// Appends `tokens` to the first sequence of both, to libllama's in one step and to ours in steps of `rows`,
-  /// and calls compare_row(i, theirs, ours) with the logits of each token.
+  /// Appends `tokens` to the first sequence of both, to libllama's in one step and to ours in steps of
+  /// `rows`, and calls compare_row(i, theirs, ours) with the logits of each token.
   template <typename CompareRow>
   void compare(std::span<const TokenId> tokens, std::size_t rows, const CompareRow& compare_row) {
     const auto theirs = peer->append(0, tokens, static_cast<std::uint32_t>(tokens.size()));
@@ -287,12 +288,12 @@ struct RealCase {
 };
 void PrintTo(const RealCase& real, std::ostream* out) { *out << real.name; }
 
-constexpr std::uint32_t kPositions = 512;        // compared from each context on
-constexpr std::uint32_t kSingleRows = 64;        // of them in steps of one row, ...
-constexpr std::uint32_t kSingleRowsFrom = 500;   // ... from this context on
-constexpr std::uint32_t kChunk = 512;            // rows of a step without logits
-constexpr std::uint32_t kCompareChunk = 64;      // rows of a step with logits: Gemma's are 1 MiB each
-constexpr double kToYardstick = 2.0;             // mean KL, as a multiple of libllama's to itself
+constexpr std::uint32_t kPositions = 512;       // compared from each context on
+constexpr std::uint32_t kSingleRows = 64;       // of them in steps of one row, ...
+constexpr std::uint32_t kSingleRowsFrom = 500;  // ... from this context on
+constexpr std::uint32_t kChunk = 512;           // rows of a step without logits
+constexpr std::uint32_t kCompareChunk = 64;     // rows of a step with logits: Gemma's are 1 MiB each
+constexpr double kToYardstick = 2.0;            // mean KL, as a multiple of libllama's to itself
 constexpr double kTopBelowYardstick = 0.03;
 
 /// How the text is passed: which positions are compared and which are steps of one row.
@@ -310,8 +311,8 @@ struct Schedule {
   std::uint32_t alike(std::uint32_t position) const {
     const std::uint32_t most = compared(position) ? kCompareChunk : kChunk;
     std::uint32_t count = 1;
-    while (count < most && position + count < tokens() &&
-           compared(position + count) == compared(position) && single(position + count) == single(position)) {
+    while (count < most && position + count < tokens() && compared(position + count) == compared(position) &&
+           single(position + count) == single(position)) {
       ++count;
     }
     return count;
@@ -338,11 +339,10 @@ class RealAgreement : public testing::TestWithParam<RealCase> {
   /// libllama without flash attention against libllama with it, over the first positions.
   Divergence measure_yardstick() {
     Divergence yardstick;
-    auto other = Pair::load_peer(GetParam().path, {.threads = 2,
-                                                   .context = kPositions,
-                                                   .prefill_chunk = kCompareChunk,
-                                                   .outputs_max = kCompareChunk},
-                                 false);
+    auto other = Pair::load_peer(
+        GetParam().path,
+        {.threads = 2, .context = kPositions, .prefill_chunk = kCompareChunk, .outputs_max = kCompareChunk},
+        false);
     if (!other) ADD_FAILURE() << other.error().message;
     for (std::uint32_t done = 0; other && done < kPositions; done += kCompareChunk) {
       const auto step = std::span(tokens_).subspan(done, kCompareChunk);
@@ -353,7 +353,8 @@ class RealAgreement : public testing::TestWithParam<RealCase> {
         break;
       }
       for (std::size_t i = 0; i < kCompareChunk; ++i) {
-        yardstick.add(*with + i * pair_->vocabulary(), *without + i * pair_->vocabulary(), pair_->vocabulary());
+        yardstick.add(*with + i * pair_->vocabulary(), *without + i * pair_->vocabulary(),
+                      pair_->vocabulary());
       }
     }
     EXPECT_TRUE(pair_->peer->truncate(0, 0));

@@ -109,7 +109,8 @@ TEST_F(LibllamaPeer, RefusesToGoBackBeyondWhatASlidingWindowKept) {
   const Status far = peer->truncate(0, 200);
   ASSERT_FALSE(far);
   EXPECT_EQ(far.error().code, ErrorCode::kUnsupported);
-  EXPECT_THAT(far.error().message, HasSubstr("cannot go back to 200 tokens: its sliding window needs those from 137"));
+  EXPECT_THAT(far.error().message,
+              HasSubstr("cannot go back to 200 tokens: its sliding window needs those from 137"));
   EXPECT_EQ(peer->tokens(0), 900U);
   EXPECT_TRUE(peer->truncate(0, 880));
   EXPECT_TRUE(peer->truncate(0, 0));

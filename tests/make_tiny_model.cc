@@ -1,5 +1,5 @@
-// make_tiny_model OUT [options]: writes one of the tests' small random models (tiny_model.h), for tests that start the
-// program and for trying things out.
+// make_tiny_model OUT [options]: writes one of the tests' small random models (tiny_model.h), for tests that
+// start the program and for trying things out.
 #include <map>
 #include <string>
 
@@ -14,10 +14,8 @@ int main(int argc, char** argv) {
                                                        {"linear", TinyScaling::kLinear},
                                                        {"yarn", TinyScaling::kYarn},
                                                        {"llama3", TinyScaling::kLlama3}};
-  const std::map<std::string, ggml_type> types = {{"f32", GGML_TYPE_F32},
-                                                  {"f16", GGML_TYPE_F16},
-                                                  {"q8_0", GGML_TYPE_Q8_0},
-                                                  {"q4_0", GGML_TYPE_Q4_0}};
+  const std::map<std::string, ggml_type> types = {
+      {"f32", GGML_TYPE_F32}, {"f16", GGML_TYPE_F16}, {"q8_0", GGML_TYPE_Q8_0}, {"q4_0", GGML_TYPE_Q4_0}};
   CLI::App app("Writes a small GGUF model with random weights.");
   std::string path;
   TinyModelOptions options;
@@ -30,7 +28,8 @@ int main(int argc, char** argv) {
   app.add_option("--head-dim", options.head_dim, "Size of a head");
   app.add_option("--context", options.context, "Context in tokens");
   app.add_option("--window", options.window, "Sliding window in tokens (gemma3), 0: none");
-  app.add_option("--scaling", options.scaling, "Rotary scaling")->transform(CLI::CheckedTransformer(scalings));
+  app.add_option("--scaling", options.scaling, "Rotary scaling")
+      ->transform(CLI::CheckedTransformer(scalings));
   app.add_option("--type", options.type, "Type of the matrices")->transform(CLI::CheckedTransformer(types));
   app.add_option("--seed", options.seed, "Seed of the weights");
   app.add_flag("--tied", options.tied_output, "The output matrix is the embedding table");

@@ -1,5 +1,5 @@
-// quantize_models SOURCE DIRECTORY: makes the other quantisations that tests use from one GGUF model, next to each other
-// in DIRECTORY. What is there and newer than the source stays.
+// quantize_models SOURCE DIRECTORY: makes the other quantisations that tests use from one GGUF model, next to
+// each other in DIRECTORY. What is there and newer than the source stays.
 #include <filesystem>
 #include <string>
 #include <thread>
@@ -44,8 +44,9 @@ int main(int argc, char** argv) {
   dualdecoder::quiet_library_logs();
   fs::create_directories(directory);
   const std::string base = source.stem().stem().string();  // without .Q4_1.gguf
-  for (const Target& target : {Target{"Q8_0", LLAMA_FTYPE_MOSTLY_Q8_0}, Target{"Q4_0", LLAMA_FTYPE_MOSTLY_Q4_0},
-                               Target{"F16", LLAMA_FTYPE_MOSTLY_F16}}) {
+  for (const Target& target :
+       {Target{"Q8_0", LLAMA_FTYPE_MOSTLY_Q8_0}, Target{"Q4_0", LLAMA_FTYPE_MOSTLY_Q4_0},
+        Target{"F16", LLAMA_FTYPE_MOSTLY_F16}}) {
     const fs::path path = directory / fmt::format("{}.{}.gguf", base, target.suffix);
     if (fs::exists(path) && fs::last_write_time(path) >= fs::last_write_time(source)) continue;
     if (!quantize(source.string(), path.string(), target.type)) {

@@ -147,7 +147,10 @@ def test_zero_tokens_means_none(run):
         (["--logit-bias", "5=1e9"], ["logit_bias", "5"]),
         (["--logit-bias", "5=nan"], ["logit_bias", "5"]),
         (["--logit-bias", "x=1"], ["--logit-bias", "x=1"]),
+        (["-c", "0.5"], ["-c", "0.5"]),
         (["--chat", "--raw"], ["--chat", "--raw"]),
+        (["--raw", "--system", "x"], ["--system", "--raw"]),
+        (["--raw", "--chat-template", "chatml"], ["--chat-template", "--raw"]),
         (["--no-such-flag"], ["--no-such-flag"]),
     ],
 )
@@ -221,6 +224,24 @@ def test_ctrl_c_ends_the_answer_and_still_closes_with_the_figures(tmp_path):
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert b"(abort)" in errors and b"near KV" in errors
+
+
+def test_a_report_that_exists_is_not_lost_when_nothing_comes_in_its_place(tmp_path):
+    report = tmp_path / "report.json"
+    report.write_text("earlier")
+    one_error(dualdecoder("run", "-m", tmp_path / "none.gguf", "-p", "x", "--json", report), 1, "none.gguf")
+    assert report.read_text() == "earlier"
+
+
+def test_a_path_that_is_no_utf8_is_reported_all_the_same(tiny, tmp_path):
+    model = bytes(tmp_path) + b"/\xff.gguf"
+    with open(tiny, "rb") as source, open(model, "wb") as copy:
+        copy.write(source.read())
+    report = tmp_path / "report.json"
+    completed = subprocess.run(
+        [str(PROGRAM), "run", "-m", model, "-t", "1", "-p", "x", "-n", "1", "--json", str(report)], stderr=subprocess.PIPE
+    )
+    assert completed.returncode == 0 and "\ufffd.gguf" in report.read_text()
 
 
 def test_help_is_enough_to_learn_it():

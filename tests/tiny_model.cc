@@ -17,7 +17,8 @@ namespace {
 constexpr std::uint32_t kScalingOriginalContext = 1024;
 constexpr float kScalingFactor = 4.0f;
 constexpr char kChatTemplate[] =
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + "
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + "
+    "'<|im_end|>' + "
     "'\\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
 
 class TinyModelWriter {
@@ -37,13 +38,16 @@ class TinyModelWriter {
     set_tokenizer_keys();
     add_tensors();
     if (options_.edit_keys) options_.edit_keys(gguf_.get());
-    if (!gguf_write_to_file(gguf_.get(), path.c_str(), false)) return fail(ErrorCode::kIo, "cannot write {}", path);
+    if (!gguf_write_to_file(gguf_.get(), path.c_str(), false))
+      return fail(ErrorCode::kIo, "cannot write {}", path);
     return {};
   }
 
  private:
   std::string key(const std::string& suffix) const { return name_ + "." + suffix; }
-  void set(const std::string& name, std::uint32_t value) { gguf_set_val_u32(gguf_.get(), name.c_str(), value); }
+  void set(const std::string& name, std::uint32_t value) {
+    gguf_set_val_u32(gguf_.get(), name.c_str(), value);
+  }
   void set(const std::string& name, float value) { gguf_set_val_f32(gguf_.get(), name.c_str(), value); }
   void set(const std::string& name, const char* value) { gguf_set_val_str(gguf_.get(), name.c_str(), value); }
   void set_bool(const std::string& name, bool value) { gguf_set_val_bool(gguf_.get(), name.c_str(), value); }
@@ -115,7 +119,8 @@ class TinyModelWriter {
     const std::int64_t query = std::int64_t{options_.heads} * options_.head_dim;
     const std::int64_t kv = std::int64_t{options_.kv_heads} * options_.head_dim;
     const std::int64_t inner = options_.feed_forward;
-    // As the output matrix, the table gives logits of a spread of about 3. Gemma scales what it embeds by sqrt(width).
+    // As the output matrix, the table gives logits of a spread of about 3. Gemma scales what it embeds by
+    // sqrt(width).
     const float spread = 3.0f / std::sqrt(static_cast<float>(width));
     const bool tied = options_.tied_output;
     add("token_embd.weight", {width, kTinyVocabulary}, 0.0f, gemma3_ ? spread / 3.0f : tied ? spread : 1.0f);
@@ -178,7 +183,8 @@ class TinyModelWriter {
     add_data(name, std::move(shape), type, std::move(values));
   }
 
-  void add_data(const std::string& name, std::vector<std::int64_t> shape, ggml_type type, std::vector<float> values) {
+  void add_data(const std::string& name, std::vector<std::int64_t> shape, ggml_type type,
+                std::vector<float> values) {
     if (const auto other = options_.shapes.find(name); other != options_.shapes.end()) shape = other->second;
     if (const auto other = options_.types.find(name); other != options_.types.end()) type = other->second;
     if (shape.empty()) return;
@@ -193,8 +199,8 @@ class TinyModelWriter {
     if (type == GGML_TYPE_F32 || type == GGML_TYPE_I32) {
       std::memcpy(tensor->data, values.data(), elements * sizeof(float));
     } else {
-      ggml_quantize_chunk(type, values.data(), tensor->data, 0, static_cast<std::int64_t>(elements) / shape[0],
-                          shape[0], nullptr);
+      ggml_quantize_chunk(type, values.data(), tensor->data, 0,
+                          static_cast<std::int64_t>(elements) / shape[0], shape[0], nullptr);
     }
     gguf_add_tensor(gguf_.get(), tensor);
   }
@@ -218,31 +224,63 @@ void retype_key(gguf_context* gguf, const std::string& key, gguf_type type) {
   DD_CHECK(id >= 0, "{}", key);
   double value = 1.0;
   switch (gguf_get_kv_type(gguf, id)) {
-    case GGUF_TYPE_UINT32: value = gguf_get_val_u32(gguf, id); break;
-    case GGUF_TYPE_FLOAT32: value = gguf_get_val_f32(gguf, id); break;
-    case GGUF_TYPE_BOOL: value = gguf_get_val_bool(gguf, id) ? 1.0 : 0.0; break;
-    default: break;
+    case GGUF_TYPE_UINT32:
+      value = gguf_get_val_u32(gguf, id);
+      break;
+    case GGUF_TYPE_FLOAT32:
+      value = gguf_get_val_f32(gguf, id);
+      break;
+    case GGUF_TYPE_BOOL:
+      value = gguf_get_val_bool(gguf, id) ? 1.0 : 0.0;
+      break;
+    default:
+      break;
   }
   const char* name = key.c_str();
   switch (type) {
-    case GGUF_TYPE_UINT8: gguf_set_val_u8(gguf, name, static_cast<std::uint8_t>(value)); break;
-    case GGUF_TYPE_INT8: gguf_set_val_i8(gguf, name, static_cast<std::int8_t>(value)); break;
-    case GGUF_TYPE_UINT16: gguf_set_val_u16(gguf, name, static_cast<std::uint16_t>(value)); break;
-    case GGUF_TYPE_INT16: gguf_set_val_i16(gguf, name, static_cast<std::int16_t>(value)); break;
-    case GGUF_TYPE_UINT32: gguf_set_val_u32(gguf, name, static_cast<std::uint32_t>(value)); break;
-    case GGUF_TYPE_INT32: gguf_set_val_i32(gguf, name, static_cast<std::int32_t>(value)); break;
-    case GGUF_TYPE_UINT64: gguf_set_val_u64(gguf, name, static_cast<std::uint64_t>(value)); break;
-    case GGUF_TYPE_INT64: gguf_set_val_i64(gguf, name, static_cast<std::int64_t>(value)); break;
-    case GGUF_TYPE_FLOAT32: gguf_set_val_f32(gguf, name, static_cast<float>(value)); break;
-    case GGUF_TYPE_FLOAT64: gguf_set_val_f64(gguf, name, value); break;
-    case GGUF_TYPE_BOOL: gguf_set_val_bool(gguf, name, value != 0.0); break;
-    case GGUF_TYPE_STRING: gguf_set_val_str(gguf, name, fmt::format("{}", value).c_str()); break;
+    case GGUF_TYPE_UINT8:
+      gguf_set_val_u8(gguf, name, static_cast<std::uint8_t>(value));
+      break;
+    case GGUF_TYPE_INT8:
+      gguf_set_val_i8(gguf, name, static_cast<std::int8_t>(value));
+      break;
+    case GGUF_TYPE_UINT16:
+      gguf_set_val_u16(gguf, name, static_cast<std::uint16_t>(value));
+      break;
+    case GGUF_TYPE_INT16:
+      gguf_set_val_i16(gguf, name, static_cast<std::int16_t>(value));
+      break;
+    case GGUF_TYPE_UINT32:
+      gguf_set_val_u32(gguf, name, static_cast<std::uint32_t>(value));
+      break;
+    case GGUF_TYPE_INT32:
+      gguf_set_val_i32(gguf, name, static_cast<std::int32_t>(value));
+      break;
+    case GGUF_TYPE_UINT64:
+      gguf_set_val_u64(gguf, name, static_cast<std::uint64_t>(value));
+      break;
+    case GGUF_TYPE_INT64:
+      gguf_set_val_i64(gguf, name, static_cast<std::int64_t>(value));
+      break;
+    case GGUF_TYPE_FLOAT32:
+      gguf_set_val_f32(gguf, name, static_cast<float>(value));
+      break;
+    case GGUF_TYPE_FLOAT64:
+      gguf_set_val_f64(gguf, name, value);
+      break;
+    case GGUF_TYPE_BOOL:
+      gguf_set_val_bool(gguf, name, value != 0.0);
+      break;
+    case GGUF_TYPE_STRING:
+      gguf_set_val_str(gguf, name, fmt::format("{}", value).c_str());
+      break;
     case GGUF_TYPE_ARRAY: {
       const auto element = static_cast<std::uint32_t>(value);
       gguf_set_arr_data(gguf, name, GGUF_TYPE_UINT32, &element, 1);
       break;
     }
-    default: DD_CHECK(false, "{}", static_cast<int>(type));
+    default:
+      DD_CHECK(false, "{}", static_cast<int>(type));
   }
 }
 

@@ -1,6 +1,7 @@
-// Small GGUF files with seeded random weights and a byte-level vocabulary, for tests: every architecture and variant of
-// rotary scaling, and files damaged on purpose. Loads in milliseconds, decodes in microseconds. Weights are scaled so
-// that attention is neither flat nor one-hot and the likeliest token changes from position to position.
+// Small GGUF files with seeded random weights and a byte-level vocabulary, for tests: every architecture and
+// variant of rotary scaling, and files damaged on purpose. Loads in milliseconds, decodes in microseconds.
+// Weights are scaled so that attention is neither flat nor one-hot and the likeliest token changes from
+// position to position.
 //
 // The vocabulary (SentencePiece): <unk>, <s>, </s>, <pad>, the 256 bytes, and the space mark.
 #pragma once
@@ -37,7 +38,7 @@ struct TinyModelOptions {
   std::uint64_t seed = 1;
 
   // Damage.
-  std::string architecture_name = {};                // written instead of `architecture`, if not empty
+  std::string architecture_name = {};                 // written instead of `architecture`, if not empty
   std::function<void(gguf_context*)> edit_keys = {};  // called before the file is written
   // Tensors written with another shape, or left out if that is empty; and with another type.
   std::map<std::string, std::vector<std::int64_t>> shapes = {};
@@ -49,7 +50,8 @@ inline constexpr std::int32_t kTinyFirstByte = 4;  // the token of byte b is kTi
 
 Status write_tiny_model(const std::string& path, const TinyModelOptions& options);
 
-/// Gives a key another type and, as far as that type can hold it, the same value. GGUF_TYPE_ARRAY: an array of one.
+/// Gives a key another type and, as far as that type can hold it, the same value. GGUF_TYPE_ARRAY: an array
+/// of one.
 void retype_key(gguf_context* gguf, const std::string& key, gguf_type type);
 
 }  // namespace dualdecoder

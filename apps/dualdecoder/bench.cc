@@ -14,15 +14,18 @@
 #include <nlohmann/json.hpp>
 
 #include "command.h"
+#include "commit.h"
 #include "peer/libllama.h"
 #include "progress.h"
 
 namespace dualdecoder {
 namespace {
 
+constexpr std::uint32_t kTokensMax = 1U << 24;
+
 struct BenchOptions {
   ModelOptions model;
-  std::vector<std::uint32_t> prompt = {512};
+  std::vector<std::uint32_t> prefill = {512};
   std::vector<std::uint32_t> decode = {64};
   std::vector<std::uint32_t> depth = {0};
   std::vector<std::uint32_t> sequences = {1};
@@ -171,7 +174,7 @@ class Bench {
     EngineOptions engine = engine_options_;
     engine.sequences = sequences;
     engine.context =
-        most(options_.depth) + std::max({most(options_.prompt), most(options_.decode), kWarmUpTokens}) + 1;
+        most(options_.depth) + std::max({most(options_.prefill), most(options_.decode), kWarmUpTokens}) + 1;
     auto ours = Ours::create(model_, engine);
     if (!ours) return std::unexpected(ours.error());
     contenders_.push_back(std::move(*ours));
@@ -190,8 +193,9 @@ class Bench {
   Status run_depth(std::uint32_t sequences, std::uint32_t depth) {
     for (const auto& contender : contenders_) {
       if (Status status = fill(*contender, sequences, depth); !status) return status;
+      if (interrupted()) return {};
     }
-    for (const std::uint32_t tokens : options_.prompt) {
+    for (const std::uint32_t tokens : options_.prefill) {
       if (tokens == 0 || sequences > 1) continue;  // a prompt is computed alone
       const auto tokens_in = random_tokens(tokens, model_.vocabulary().size(), 2);
       const auto work = [&](Contender& contender) { return contender.append(0, tokens_in); };
@@ -237,6 +241,7 @@ class Bench {
                     fmt::format("{} of {} x {} tokens", s * depth + contender.depth(s), sequences, depth));
       }
     }
+    if (interrupted()) return {};
     if (Status status = contender.append(0, random_tokens(kWarmUpTokens, model_.vocabulary().size(), 1));
         !status) {
       return status;
@@ -306,7 +311,7 @@ void print_json(const std::vector<Row>& rows, std::uint32_t threads) {
     if (row.speedup) json["speedup"] = *row.speedup;
     list.push_back(std::move(json));
   }
-  fmt::print("{}\n", list.dump(2));
+  fmt::print("{}\n", list.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace));
 }
 
 void print_markdown(const std::vector<Row>& rows, const Model& model, std::uint32_t threads) {
@@ -343,13 +348,18 @@ void add_bench_command(CLI::App& app, int& exit_code) {
   CLI::App* command =
       app.add_subcommand("bench", "Measure prefill and decode speed, alone or against libllama");
   add_model_options(*command, options->model);
-  const auto list = [&](const char* names, std::vector<std::uint32_t>& values, const char* text) {
-    command->add_option(names, values, text)->delimiter(',')->capture_default_str()->type_name("N,...");
+  const auto list = [&](const char* names, std::vector<std::uint32_t>& values, std::uint32_t least,
+                        std::uint32_t most, const char* text) {
+    command->add_option(names, values, text)
+        ->delimiter(',')
+        ->capture_default_str()
+        ->check(CLI::Range(least, most))
+        ->type_name("N,...");
   };
-  list("-p,--prompt", options->prompt, "Prompt tokens to prefill; 0: no such test");
-  list("-n,--decode", options->decode, "Decode steps; 0: no such test");
-  list("-d,--depth", options->depth, "Tokens that are in each sequence before the test");
-  list("--np,--sequences", options->sequences, "Sequences decoded together; -np as well");
+  list("-p,--prefill", options->prefill, 0, kTokensMax, "Prompt tokens to compute; 0: no such test");
+  list("-n,--decode", options->decode, 0, kTokensMax, "Decode steps; 0: no such test");
+  list("-d,--depth", options->depth, 0, kTokensMax, "Tokens that are in each sequence before the test");
+  list("--np,--sequences", options->sequences, 1, 4096, "Sequences decoded together; -np as well");
   command->add_option("-r,--repeats", options->repeats, "Repetitions of each test, engines in turn")
       ->capture_default_str()
       ->check(CLI::Range(1, 1000))

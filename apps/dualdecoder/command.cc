@@ -21,11 +21,6 @@ void on_interrupt(int signal) {
 
 void add_model_options(CLI::App& command, ModelOptions& options) {
   command.add_option("-m,--model", options.model, "GGUF file of the model")->required()->type_name("FILE");
-  command
-      .add_option("-c,--ctx-size", options.context,
-                  "Context in tokens, e.g. 8192 or 32k; 0: what the model was trained for")
-      ->capture_default_str()
-      ->type_name("TOKENS");
   command.add_option("-t,--threads", options.threads, "Threads; 0: one per core")
       ->capture_default_str()
       ->check(CLI::Range(0, 512))
@@ -38,8 +33,17 @@ void add_model_options(CLI::App& command, ModelOptions& options) {
       ->capture_default_str()
       ->check(CLI::IsMember({16, 32, 64}))
       ->type_name("TOKENS");
-  command.add_flag("--batch-invariant", options.batch_invariant,
-                   "Results do not depend on how many sequences share a step (slower with several)");
+  command.add_flag(
+      "--batch-invariant", options.batch_invariant,
+      "A sequence's results do not depend on the others in its step, up to 32 rows (slower with several)");
+}
+
+void add_context_option(CLI::App& command, ModelOptions& options) {
+  command
+      .add_option("-c,--ctx-size", options.context,
+                  "Context in tokens, e.g. 8192 or 32k; 0: what the model was trained for")
+      ->capture_default_str()
+      ->type_name("TOKENS");
 }
 
 void add_environment_names(CLI::App& command) {

@@ -28,8 +28,10 @@ struct ModelOptions {
   bool batch_invariant = false;
 };
 
-/// -m, -c, -t, -b and the like.
+/// -m, -t, -b and the like.
 void add_model_options(CLI::App& command, ModelOptions& options);
+/// -c
+void add_context_option(CLI::App& command, ModelOptions& options);
 /// Makes every long flag of `command` settable as DUALDECODER_<NAME>, e.g. --top-k as DUALDECODER_TOP_K.
 void add_environment_names(CLI::App& command);
 

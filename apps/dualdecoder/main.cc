@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "command.h"
+#include "commit.h"
 #include "model/log_capture.h"
 
 namespace dualdecoder {

@@ -2,6 +2,9 @@
 
 #include <cerrno>
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include "base/check.h"
 #include "base/file.h"
 
@@ -28,12 +31,16 @@ std::string npy_header(std::size_t rows, std::size_t columns) {
 Result<OutputFile> OutputFile::create(const std::string& path) {
   OutputFile file;
   file.path_ = path;
-  file.file_.reset(std::fopen(path.c_str(), "wbe"));
+  const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
+  if (fd >= 0) file.file_.reset(fdopen(fd, "wb"));
   if (!file.file_) return fail(ErrorCode::kIo, "cannot write {}: {}", path, errno_text(errno));
   return file;
 }
 
 Status OutputFile::write(std::string_view bytes) {
+  // Fails for what has no length, such as a terminal; that needs no cutting.
+  if (!written_ && ftruncate(fileno(file_.get()), 0) != 0) errno = 0;
+  written_ = true;
   if (std::fwrite(bytes.data(), 1, bytes.size(), file_.get()) == bytes.size()) return {};
   return fail(ErrorCode::kIo, "cannot write {}: {}", path_, errno_text(errno));
 }
@@ -50,15 +57,18 @@ Status OutputFile::close() {
   return fail(ErrorCode::kIo, "cannot write {}: {}", path_, errno_text(errno));
 }
 
-Result<NpyWriter> NpyWriter::create(const std::string& path, std::size_t columns) {
+Result<NpyWriter> NpyWriter::create(const std::string& path) {
   auto file = OutputFile::create(path);
   if (!file) return std::unexpected(file.error());
-  if (Status status = file->write(npy_header(0, columns)); !status) return std::unexpected(status.error());
-  return NpyWriter(std::move(*file), columns);
+  return NpyWriter(std::move(*file));
 }
 
 Status NpyWriter::add_row(std::span<const float> row) {
-  DD_CHECK(row.size() == columns_);
+  if (rows_ == 0) {
+    columns_ = row.size();
+    if (Status status = file_.write(npy_header(0, columns_)); !status) return status;
+  }
+  DD_CHECK(row.size() == columns_, "{} of {}", row.size(), columns_);
   ++rows_;
   return file_.write({reinterpret_cast<const char*>(row.data()), row.size_bytes()});
 }

@@ -1,5 +1,6 @@
 // Files that a command writes its results to. Opened before any work, so that a path that cannot be written
-// is known at once and not after minutes; every failure names the path.
+// is known at once and not after minutes; what an existing file holds stays until there is something to
+// write. Every failure names the path.
 #pragma once
 
 #include <cstdint>
@@ -28,19 +29,20 @@ class OutputFile {
   };
   std::string path_;
   std::unique_ptr<std::FILE, Closer> file_;
+  bool written_ = false;
 };
 
-/// A NumPy .npy file (format 1.0) of float32 rows, written row by row.
+/// A NumPy .npy file (format 1.0) of float32 rows, written row by row. The first row sets the columns.
 class NpyWriter {
  public:
-  static Result<NpyWriter> create(const std::string& path, std::size_t columns);
+  static Result<NpyWriter> create(const std::string& path);
   Status add_row(std::span<const float> row);
   Status close();
 
  private:
-  NpyWriter(OutputFile file, std::size_t columns) : file_(std::move(file)), columns_(columns) {}
+  explicit NpyWriter(OutputFile file) : file_(std::move(file)) {}
   OutputFile file_;
-  std::size_t columns_;
+  std::size_t columns_ = 0;
   std::size_t rows_ = 0;
 };
 

@@ -9,12 +9,15 @@
 #include "base/hash.h"
 #include "base/units.h"
 #include "command.h"
+#include "commit.h"
 #include "decode/generation.h"
 #include "output_file.h"
 #include "progress.h"
 
 namespace dualdecoder {
 namespace {
+
+constexpr std::size_t kPromptBytesMax = 1U << 30;  // libllama counts bytes in 32 bits
 
 struct RunOptions {
   ModelOptions model;
@@ -34,8 +37,10 @@ struct RunOptions {
 };
 
 struct Outcome {
+  std::optional<std::uint64_t> seed;  // none when greedy
   double load_s = 0.0;
   double prefill_s = 0.0;
+  std::uint32_t prefilled = 0;  // tokens of the prompt; fewer than all when interrupted
   double decode_s = 0.0;
   std::string text;
 };
@@ -87,8 +92,14 @@ Result<std::string> read_prompt(const RunOptions& options) {
     if (!options.prompt.empty()) prompt += "\n\n";
   }
   prompt += options.prompt;
-  if (prompt.empty())
+  if (prompt.empty()) {
     return fail(ErrorCode::kInvalidArgument, "the prompt is empty; give one with -p TEXT or -f FILE");
+  }
+  if (prompt.size() > kPromptBytesMax) {
+    return fail(ErrorCode::kInvalidArgument,
+                "the prompt has {} bytes, more than the {} that can be tokenised", prompt.size(),
+                kPromptBytesMax);
+  }
   return prompt;
 }
 
@@ -125,6 +136,7 @@ Status generate(Generator& generator, Generation& generation, Outcome& outcome) 
     if (!prefilled) return prefilled;
   }
   outcome.prefill_s = prefill_watch.seconds();
+  outcome.prefilled = generation.sequence().tokens();
 
   const Stopwatch decode_watch;
   show(generation, outcome);
@@ -154,42 +166,50 @@ std::string token_hash(const Generation& generation) {
   return fmt::format("{:016x}", hash_values(std::span(generation.tokens())));
 }
 
-void print_closing_line(const Generation& generation, const Outcome& outcome, const Engine& engine,
-                        std::uint64_t seed) {
+void print_closing_line(const Generation& generation, const Outcome& outcome, const Engine& engine) {
   fmt::print(
       stderr,
       "prompt {} tokens in {:.1f} s, {:.0f} tokens/s | answer {} tokens, {:.1f} tokens/s ({}) | near KV {} | "
       "tokens {}{}\n",
-      generation.prompt().size(), outcome.prefill_s, rate(generation.prompt().size(), outcome.prefill_s),
+      outcome.prefilled, outcome.prefill_s, rate(outcome.prefilled, outcome.prefill_s),
       generation.tokens().size(), rate(decoded_tokens(generation), outcome.decode_s),
       finish_reason_name(generation.finish_reason()),
       format_bytes(static_cast<double>(engine.near().bytes_in_use())), token_hash(generation),
-      seed == 0 ? "" : fmt::format(" | seed {}", seed));
+      outcome.seed ? fmt::format(" | seed {}", *outcome.seed) : "");
 }
 
-std::string json_report(const Generation& generation, const Outcome& outcome, const Engine& engine,
-                        std::uint64_t seed) {
-  const nlohmann::ordered_json json = {
+std::string json_report(const Generation& generation, const Outcome& outcome, const Engine& engine) {
+  nlohmann::ordered_json pass_s;
+  for (std::size_t i = 0; i < kPasses; ++i) {
+    pass_s[kPassNames[i]] = static_cast<double>(engine.pass_ns()[i]) * 1e-9;
+  }
+  nlohmann::ordered_json json = {
       {"model", engine.model().path()},
       {"architecture", engine.model().hyperparameters().architecture},
       {"version", DUALDECODER_VERSION},
       {"commit", DUALDECODER_COMMIT},
       {"threads", engine.options().threads},
       {"context", engine.context()},
-      {"seed", seed},
+      {"seed", nullptr},
       {"finish_reason", finish_reason_name(generation.finish_reason())},
       {"load_s", outcome.load_s},
       {"prefill_s", outcome.prefill_s},
       {"decode_s", outcome.decode_s},
-      {"prompt_tokens_per_s", rate(generation.prompt().size(), outcome.prefill_s)},
+      {"pass_s", pass_s},
+      {"prompt_tokens_per_s", rate(outcome.prefilled, outcome.prefill_s)},
       {"decode_tokens_per_s", rate(decoded_tokens(generation), outcome.decode_s)},
       {"near_kv_bytes", engine.near().bytes_in_use()},
+      {"weights_mapped_bytes", engine.model().weights().mapped_bytes()},
+      {"weights_repacked_bytes", engine.model().weights().repacked_bytes()},
+      {"activation_bytes", engine.activation_bytes()},
       {"token_hash", token_hash(generation)},
       {"prompt_tokens", generation.prompt()},
       {"generated_tokens", generation.tokens()},
       {"text", outcome.text},
   };
-  return json.dump(2) + "\n";
+  if (outcome.seed) json["seed"] = *outcome.seed;
+  // A path need not be UTF-8.
+  return json.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
 }
 
 Result<GenerationOptions> generation_options(const RunOptions& options) {
@@ -211,18 +231,45 @@ Result<GenerationOptions> generation_options(const RunOptions& options) {
   return generation;
 }
 
+struct OutputFiles {
+  std::optional<OutputFile> json;
+  std::optional<NpyWriter> logits;
+  Status logits_status;  // of the rows so far
+};
+
+Result<OutputFiles> open_outputs(const RunOptions& options) {
+  OutputFiles files;
+  if (!options.json_path.empty()) {
+    auto file = OutputFile::create(options.json_path);
+    if (!file) return std::unexpected(file.error());
+    files.json = std::move(*file);
+  }
+  if (!options.logits_path.empty()) {
+    auto file = NpyWriter::create(options.logits_path);
+    if (!file) return std::unexpected(file.error());
+    files.logits = std::move(*file);
+  }
+  return files;
+}
+
+Status close_outputs(OutputFiles& files, const Generation& generation, const Outcome& outcome,
+                     const Engine& engine) {
+  if (files.json) {
+    if (Status status = files.json->write(json_report(generation, outcome, engine)); !status) return status;
+    if (Status status = files.json->close(); !status) return status;
+  }
+  if (!files.logits_status) return files.logits_status;
+  return files.logits ? files.logits->close() : Status{};
+}
+
 // Everything that can be refused is refused before the prompt is computed.
 Status run(const RunOptions& options, FinishReason& finish_reason) {
   auto generation_setup = generation_options(options);
   if (!generation_setup) return std::unexpected(generation_setup.error());
   const auto prompt = read_prompt(options);
   if (!prompt) return std::unexpected(prompt.error());
-  std::optional<OutputFile> json_file;
-  if (!options.json_path.empty()) {
-    auto file = OutputFile::create(options.json_path);
-    if (!file) return std::unexpected(file.error());
-    json_file = std::move(*file);
-  }
+  auto files = open_outputs(options);
+  if (!files) return std::unexpected(files.error());
 
   Outcome outcome;
   const Stopwatch load_watch;
@@ -234,35 +281,24 @@ Status run(const RunOptions& options, FinishReason& finish_reason) {
   if (!engine) return std::unexpected(engine.error());
   outcome.load_s = load_watch.seconds();
 
-  std::optional<NpyWriter> logits_file;
-  Status logits_status;
-  if (!options.logits_path.empty()) {
-    auto writer = NpyWriter::create(options.logits_path, (*model)->vocabulary().size());
-    if (!writer) return std::unexpected(writer.error());
-    logits_file = std::move(*writer);
-    generation_setup->on_logits = [&](std::span<const float> row) {
-      if (logits_status) logits_status = logits_file->add_row(row);
-    };
-  }
-
   auto tokens = tokenize_prompt(options, (*model)->vocabulary(), *prompt);
   if (!tokens) return std::unexpected(tokens.error());
-  const std::uint64_t seed =
-      generation_setup->sampling.temperature > 0.0f ? generation_setup->sampling.seed : 0;
+  if (generation_setup->sampling.temperature > 0.0f) outcome.seed = generation_setup->sampling.seed;
+  if (files->logits) {
+    generation_setup->on_logits = [&](std::span<const float> row) {
+      if (files->logits_status) files->logits_status = files->logits->add_row(row);
+    };
+  }
   Generator generator(**engine);
   const auto generation = generator.start(std::move(*tokens), std::move(*generation_setup));
   if (!generation) return std::unexpected(generation.error());
   if (Status status = generate(generator, **generation, outcome); !status) return status;
 
-  print_closing_line(**generation, outcome, **engine, seed);
+  print_closing_line(**generation, outcome, **engine);
   finish_reason = (*generation)->finish_reason();
-  if (json_file) {
-    if (Status status = json_file->write(json_report(**generation, outcome, **engine, seed)); !status)
-      return status;
-    if (Status status = json_file->close(); !status) return status;
-  }
-  if (!logits_status) return logits_status;
-  return logits_file ? logits_file->close() : Status{};
+  if (Status status = close_outputs(*files, **generation, outcome, **engine); !status) return status;
+  if (finish_reason == FinishReason::kError) return std::unexpected((*generation)->error());
+  return {};
 }
 
 void add_sampling_options(CLI::App& command, RunOptions& options) {
@@ -300,17 +336,21 @@ void add_run_command(CLI::App& app, int& exit_code) {
   CLI::App* command =
       app.add_subcommand("run", "Answer one prompt; the text goes to stdout, progress and figures to stderr");
   add_model_options(*command, options->model);
+  add_context_option(*command, options->model);
   command->add_option("-p,--prompt", options->prompt, "Prompt; after the file's text when both are given")
       ->type_name("TEXT");
   command->add_option("-f,--file", options->file, "File with the prompt or the document; -: standard input")
       ->type_name("FILE");
   CLI::Option* chat = command->add_flag(
       "--chat", options->chat, "Wrap the prompt in the model's chat template (default if it has one)");
-  command->add_flag("--raw", options->raw, "Continue the prompt as it is")->excludes(chat);
-  command->add_option("--system", options->system, "System message of the chat")->type_name("TEXT");
+  CLI::Option* raw = command->add_flag("--raw", options->raw, "Continue the prompt as it is")->excludes(chat);
+  command->add_option("--system", options->system, "System message of the chat")
+      ->excludes(raw)
+      ->type_name("TEXT");
   command
       ->add_option("--chat-template", options->chat_template,
                    "One of libllama's templates, e.g. chatml, llama3, gemma")
+      ->excludes(raw)
       ->type_name("NAME");
   command
       ->add_option("-n,--predict", options->tokens_max,

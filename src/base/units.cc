@@ -3,6 +3,7 @@
 #include <array>
 #include <cctype>
 #include <charconv>
+#include <cmath>
 
 namespace dualdecoder {
 
@@ -27,7 +28,7 @@ Result<std::uint64_t> parse_size(std::string_view text) {
     for (std::size_t i = 0; i <= power; ++i) factor *= 1024.0;
   }
   const double bytes = number * factor;
-  if (bytes > 9e18) return wrong();
+  if (bytes > 9e18 || bytes != std::floor(bytes)) return wrong();
   return static_cast<std::uint64_t>(bytes);
 }
 

@@ -14,7 +14,7 @@ TEST(Units, ReadsSizesAsPeopleWriteThem) {
 }
 
 TEST(Units, RefusesWhatIsNotASize) {
-  for (const char* text : {"", "MiB", "-1", "1.5.5", "12 apples", "1e300", "nan", "inf", "1kk"}) {
+  for (const char* text : {"", "MiB", "-1", "1.5.5", "12 apples", "1e300", "nan", "inf", "1kk", "0.5"}) {
     const auto bytes = parse_size(text);
     ASSERT_FALSE(bytes) << text;
     EXPECT_NE(bytes.error().message.find("is not a size"), std::string::npos);

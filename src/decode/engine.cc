@@ -71,17 +71,32 @@ Result<const float*> Engine::prefill(Sequence& sequence, std::span<const TokenId
     if (last) return logits;
     if (!go_on) break;
   }
+  sequence.release_unused();
   return nullptr;
 }
 
 Result<const float*> Engine::step(std::span<const StepGroup> groups) {
+  std::size_t rows = 0;
+  std::size_t outputs = 0;
   for (const StepGroup& group : groups) {
     if (Status status = check(*group.sequence, group.tokens); !status) return std::unexpected(status.error());
+    rows += group.tokens.size();
+    outputs +=
+        group.logits == LogitsWanted::kAll ? group.tokens.size() : (group.logits == LogitsWanted::kLast);
   }
-  for (const StepGroup& group : groups) {
-    const auto tokens = group.sequence->tokens() + static_cast<std::uint32_t>(group.tokens.size());
-    if (Status status = group.sequence->blocks().reserve(tokens); !status)
-      return std::unexpected(status.error());
+  const std::size_t rows_max = std::max(options_.prefill_chunk, options_.outputs_max);
+  if (rows == 0 || rows > rows_max || outputs > options_.outputs_max) {
+    return fail(ErrorCode::kInvalidArgument,
+                "a step of {} rows, {} with logits: 1 to {} and up to {} are possible", rows, outputs,
+                rows_max, options_.outputs_max);
+  }
+  for (std::size_t i = 0; i < groups.size(); ++i) {
+    Sequence& sequence = *groups[i].sequence;
+    const Status status =
+        sequence.blocks().reserve(sequence.tokens() + static_cast<std::uint32_t>(groups[i].tokens.size()));
+    if (status) continue;
+    for (const StepGroup& group : groups.first(i)) group.sequence->release_unused();
+    return std::unexpected(status.error());
   }
   return step_->run(groups);
 }

@@ -41,8 +41,9 @@ class Engine {
   Result<const float*> prefill(Sequence& sequence, std::span<const TokenId> tokens,
                                const Progress& progress = {});
 
-  /// One step over several sequences, each with one or a few tokens. Checks like prefill; on an error nothing
-  /// is committed. Returns [wanted rows, vocabulary].
+  /// One step over several sequences, each with one or a few tokens: at most max(prefill_chunk, outputs_max)
+  /// rows in all, of which outputs_max want logits. Checks like prefill; on an error nothing has changed.
+  /// Returns [wanted rows, vocabulary].
   Result<const float*> step(std::span<const StepGroup> groups);
 
   const Model& model() const { return model_; }

@@ -27,6 +27,8 @@ const char* finish_reason_name(FinishReason reason) {
       return "length";
     case FinishReason::kAbort:
       return "abort";
+    case FinishReason::kError:
+      return "error";
   }
   return "";
 }
@@ -86,7 +88,8 @@ Status Generator::prefill(Generation& generation, const Engine::Progress& progre
     generation.finish(FinishReason::kLength);
     return {};
   }
-  return draw(generation, *logits);
+  draw(generation, *logits);
+  return {};
 }
 
 Status Generator::step(std::span<Generation* const> running) {
@@ -101,24 +104,28 @@ Status Generator::step(std::span<Generation* const> running) {
   if (!logits) return std::unexpected(logits.error());
   const std::size_t vocabulary = engine_.model().vocabulary().size();
   for (std::size_t i = 0; i < running.size(); ++i) {
-    if (Status status = draw(*running[i], *logits + i * vocabulary); !status) return status;
+    draw(*running[i], *logits + i * vocabulary);
   }
   return {};
 }
 
-Status Generator::draw(Generation& generation, const float* logits) {
+void Generator::draw(Generation& generation, const float* logits) {
   const Vocabulary& vocabulary = engine_.model().vocabulary();
   const std::span row(logits, vocabulary.size());
   const auto position = static_cast<std::uint32_t>(generation.prompt_.size() + generation.tokens_.size());
   if (generation.options_.on_logits) generation.options_.on_logits(row);
   const auto token = generation.sampler_.sample(row, position, scratch_);
-  if (!token) return std::unexpected(token.error());
+  if (!token) {
+    generation.error_ = token.error();
+    generation.finish(FinishReason::kError);
+    return;
+  }
   generation.sampler_.accept(*token);
   generation.tokens_.push_back(*token);
 
   if (vocabulary.is_end(*token)) {
     generation.finish(FinishReason::kStop);
-    return {};
+    return;
   }
   generation.text_ += generation.assembler_.push(vocabulary.piece(*token));
   if (generation.assembler_.stopped()) {
@@ -127,7 +134,6 @@ Status Generator::draw(Generation& generation, const float* logits) {
              position + 1 >= engine_.context()) {
     generation.finish(FinishReason::kLength);
   }
-  return {};
 }
 
 }  // namespace dualdecoder

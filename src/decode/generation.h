@@ -37,8 +37,9 @@ enum class FinishReason {
   kStop,    // an end token or a stop string
   kLength,  // tokens_max, or the context is full
   kAbort,   // stopped from outside
+  kError,   // of this generation alone; see error()
 };
-/// "stop", "length", "abort"; "" while running.
+/// "stop", "length", "abort", "error"; "" while running.
 const char* finish_reason_name(FinishReason reason);
 
 class Generation {
@@ -48,6 +49,8 @@ class Generation {
   const std::vector<TokenId>& tokens() const { return tokens_; }
   FinishReason finish_reason() const { return finish_reason_; }
   bool running() const { return finish_reason_ == FinishReason::kRunning; }
+  /// What ended it as kError.
+  const Error& error() const { return error_; }
   const Sequence& sequence() const { return *sequence_; }
   /// Text that has become final since the last call: whole UTF-8, without stop strings.
   std::string take_text();
@@ -68,6 +71,7 @@ class Generation {
   std::vector<TokenId> tokens_;
   std::string text_;
   FinishReason finish_reason_ = FinishReason::kRunning;
+  Error error_;
 };
 
 class Generator {
@@ -77,15 +81,14 @@ class Generator {
   /// Refuses bad options, tokens outside the vocabulary and prompts that leave no room in the context.
   Result<std::unique_ptr<Generation>> start(std::vector<TokenId> prompt, GenerationOptions options);
   /// Computes the prompt and draws the first token. When `progress` stops it, the generation ends as kAbort.
+  /// An error means that nothing has changed.
   Status prefill(Generation& generation, const Engine::Progress& progress = {});
-  /// One step in which each of `running` gets its next token. All are running and prefilled. An error ends
-  /// none.
+  /// One step in which each of `running` gets its next token. All are running and prefilled. An error means
+  /// that nothing has changed; what goes wrong with one of them alone ends that one as kError.
   Status step(std::span<Generation* const> running);
 
-  const std::vector<TokenId>& end_tokens() const { return end_tokens_; }
-
  private:
-  Status draw(Generation& generation, const float* logits);
+  void draw(Generation& generation, const float* logits);
 
   Engine& engine_;
   std::vector<TokenId> end_tokens_;

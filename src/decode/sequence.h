@@ -18,6 +18,8 @@ class Sequence {
   BlockTable& blocks() { return blocks_; }
   const BlockTable& blocks() const { return blocks_; }
 
+  /// Gives back slots that were reserved for tokens which did not come.
+  void release_unused() { blocks_.truncate(tokens_); }
   void commit(std::uint32_t tokens) { tokens_ += tokens; }
   /// Forgets everything from position `tokens` on; there are at least that many.
   void truncate(std::uint32_t tokens) {

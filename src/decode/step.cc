@@ -49,7 +49,7 @@ const float* Step::run(std::span<const StepGroup> groups) {
     }
     {
       const auto time = timer(Pass::kAppend);
-      append(groups, layer, rows);
+      append(layer, rows);
     }
     // Without logits, nothing reads what the last layer attends to: its K and V are all that is wanted.
     if (output_rows_.empty() && layer.value + 1 == layers) break;
@@ -94,7 +94,7 @@ void Step::begin(std::span<const StepGroup> groups) {
   forward_.begin(tokens_, positions_, output_rows_);
 }
 
-void Step::append(std::span<const StepGroup> /*groups*/, LayerIndex layer, const LayerRows& rows) {
+void Step::append(LayerIndex layer, const LayerRows& rows) {
   const std::size_t width = model_.hyperparameters().kv_width();
   const auto store = [&](const Stretch& stretch) {
     const BlockTable& blocks = stretch.sequence->blocks();

@@ -43,7 +43,7 @@ class Step {
 
  private:
   void begin(std::span<const StepGroup> groups);
-  void append(std::span<const StepGroup> groups, LayerIndex layer, const LayerRows& rows);
+  void append(LayerIndex layer, const LayerRows& rows);
   void attend(std::span<const StepGroup> groups, LayerIndex layer, const LayerRows& rows);
   void gather_blocks(const StepGroup& group, LayerIndex layer);
 

@@ -1,6 +1,6 @@
 // The near tier: a fixed arena of block-sized slots in fast memory. Address space for all slots is taken at
-// start; the system gives memory when a slot is first written, so what is resident follows what is in use,
-// never above the arena.
+// start; the system gives memory when a slot is first written, so what is resident is the most that has been
+// in use so far, never above the arena.
 //
 // A slot is free or in use; take() and give_back() are the only transitions. Owned by the engine thread; the
 // attention threads read and write slot contents while the engine thread waits for them.
@@ -33,7 +33,9 @@ class NearTier {
   std::optional<SlotIndex> try_take();
   void give_back(SlotIndex slot);
 
-  f16_bits* k(SlotIndex slot) const { return arena_ + std::size_t{slot.value} * 2 * geometry_.half_block_elements(); }
+  f16_bits* k(SlotIndex slot) const {
+    return arena_ + std::size_t{slot.value} * 2 * geometry_.half_block_elements();
+  }
   f16_bits* v(SlotIndex slot) const { return k(slot) + geometry_.half_block_elements(); }
 
  private:

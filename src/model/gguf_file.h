@@ -53,7 +53,8 @@ class GgufFile {
   bool has(const std::string& key) const;
   /// The array's length, after checking its element type.
   Result<std::size_t> array_length(const std::string& key, gguf_type element) const;
-  /// The index of the first entry of an array of strings that repeats an earlier one. Empty entries do not count.
+  /// The index of the first entry of an array of strings that repeats an earlier one. Empty entries do not
+  /// count.
   std::optional<std::size_t> first_repeated(const std::string& key) const;
   /// An array of bool or integers, or one integer repeated `length` times; nullopt when the key is missing.
   Result<std::optional<std::vector<std::uint32_t>>> u32_list(const std::string& key,

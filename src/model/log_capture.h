@@ -1,6 +1,6 @@
 // ggml and libllama say why something failed through their log, not through their results. While a LogCapture
-// lives it takes their log; first_error() is the first error line, which names the cause (those after it say what
-// failed in turn). One at a time, used only while a model is loaded.
+// lives it takes their log; first_error() is the first error line, which names the cause (those after it say
+// what failed in turn). One at a time, used only while a model is loaded.
 #pragma once
 
 #include <mutex>

@@ -10,7 +10,8 @@ namespace dualdecoder {
 namespace {
 
 // libllama checks some of these by assertions that end the process, and reads others as far as the tokens go;
-// here they are errors that name the key. Wrong types of the keys not named here are errors of libllama's own.
+// here they are errors that name the key. Wrong types of the keys not named here are errors of libllama's
+// own.
 Status check_tokenizer_keys(const GgufFile& file) {
   const auto kind = file.string("tokenizer.ggml.model");
   if (!kind) return std::unexpected(kind.error());
@@ -22,8 +23,10 @@ Status check_tokenizer_keys(const GgufFile& file) {
   if (!tokens) return std::unexpected(tokens.error());
   const auto twice = file.first_repeated("tokenizer.ggml.tokens");
   if (twice) {
-    return fail(ErrorCode::kCorrupt, "{}: key tokenizer.ggml.tokens has the same entry twice, again at {}; convert the model again",
-                file.path(), *twice);
+    return fail(
+        ErrorCode::kCorrupt,
+        "{}: key tokenizer.ggml.tokens has the same entry twice, again at {}; convert the model again",
+        file.path(), *twice);
   }
 
   struct ListKey {
@@ -62,8 +65,8 @@ Status check_tokenizer_keys(const GgufFile& file) {
 Status check_tokenizer(const GgufFile& file, const llama_vocab* vocab) {
   const auto check_special = [&](bool added, llama_token token, const char* name) -> Status {
     if (!added || token != LLAMA_TOKEN_NULL) return {};
-    return fail(ErrorCode::kCorrupt, "{}: its vocabulary adds a {} token to every text and has none", file.path(),
-                name);
+    return fail(ErrorCode::kCorrupt, "{}: its vocabulary adds a {} token to every text and has none",
+                file.path(), name);
   };
   for (const Status& status :
        {check_special(llama_vocab_get_add_bos(vocab), llama_vocab_bos(vocab), "begin-of-text"),
@@ -74,10 +77,11 @@ Status check_tokenizer(const GgufFile& file, const llama_vocab* vocab) {
   for (int byte = 1; byte < 256; ++byte) bytes.push_back(static_cast<char>(byte));
   std::array<llama_token, 1024> tokens{};
   try {
-    llama_tokenize(vocab, bytes.data(), static_cast<std::int32_t>(bytes.size()), tokens.data(), tokens.size(), true,
-                   false);
+    llama_tokenize(vocab, bytes.data(), static_cast<std::int32_t>(bytes.size()), tokens.data(), tokens.size(),
+                   true, false);
   } catch (const std::exception&) {
-    return fail(ErrorCode::kUnsupported, "{}: its vocabulary has no tokens for single bytes, so it cannot take every text",
+    return fail(ErrorCode::kUnsupported,
+                "{}: its vocabulary has no tokens for single bytes, so it cannot take every text",
                 file.path());
   }
   return {};

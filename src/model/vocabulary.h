@@ -28,7 +28,6 @@ class Vocabulary {
   static Result<std::unique_ptr<Vocabulary>> load(const GgufFile& file);
 
   std::uint32_t size() const { return size_; }
-  const llama_vocab* handle() const { return vocab_; }
 
   /// Tokens of `text`. `add_special`: with the tokens the model wants at its beginning; `parse_special`:
   /// texts of control tokens become these tokens (for rendered chat templates), otherwise they stay plain

@@ -56,8 +56,7 @@ ggml_tensor* Weights::optional_vector(const std::string& name, std::int64_t elem
   return file_.find_tensor(name) == nullptr ? nullptr : vector(name, elements);
 }
 
-ggml_tensor* Weights::record(const std::string& name, std::initializer_list<std::int64_t> shape,
-                             Role role) {
+ggml_tensor* Weights::record(const std::string& name, std::initializer_list<std::int64_t> shape, Role role) {
   if (!first_error_) return nullptr;
   const GgufTensor* entry = file_.find_tensor(name);
   if (entry == nullptr) {

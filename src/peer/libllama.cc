@@ -38,8 +38,8 @@ Result<std::unique_ptr<Libllama>> Libllama::load(const std::string& path, const 
   params.no_perf = true;
   peer->context_.reset(llama_init_from_model(peer->model_.get(), params));
   if (!peer->context_) {
-    return fail(ErrorCode::kOutOfMemory, "libllama cannot take {} sequences of {} tokens of {}", options.sequences,
-                context, path);
+    return fail(ErrorCode::kOutOfMemory, "libllama cannot take {} sequences of {} tokens of {}",
+                options.sequences, context, path);
   }
   ggml_threadpool_params pool_params = ggml_threadpool_params_default(params.n_threads);
   peer->threadpool_.reset(ggml_threadpool_new(&pool_params));
@@ -61,7 +61,8 @@ Result<const float*> Libllama::append(std::uint32_t sequence, std::span<const st
   DD_CHECK(sequence < tokens_.size() && !tokens.empty() && tokens.size() <= options_.batch);
   DD_CHECK(wanted <= tokens.size() && wanted <= options_.outputs, "{} of {}", wanted, options_.outputs);
   for (std::size_t i = 0; i < tokens.size(); ++i) {
-    add_row(tokens[i], sequence, tokens_[sequence] + static_cast<std::uint32_t>(i), i + wanted >= tokens.size());
+    add_row(tokens[i], sequence, tokens_[sequence] + static_cast<std::uint32_t>(i),
+            i + wanted >= tokens.size());
   }
   auto logits = run(wanted);
   if (logits) tokens_[sequence] += static_cast<std::uint32_t>(tokens.size());
@@ -105,7 +106,8 @@ Status Libllama::truncate(std::uint32_t sequence, std::uint32_t tokens) {
   const std::uint32_t needed = window == 0 || tokens < window ? 0 : tokens - window + 1;
   if (tokens > 0 && tokens < tokens_[sequence] && oldest > static_cast<llama_pos>(needed)) {
     return fail(ErrorCode::kUnsupported,
-                "libllama cannot go back to {} tokens: its sliding window needs those from {} on and keeps from {} on",
+                "libllama cannot go back to {} tokens: its sliding window needs those from {} on and keeps "
+                "from {} on",
                 tokens, needed, oldest);
   }
   if (!llama_memory_seq_rm(memory, id, static_cast<llama_pos>(tokens), -1)) {
@@ -140,7 +142,8 @@ Result<const float*> Libllama::run(std::uint32_t wanted) {
   rows_.sequence_counts.clear();
   rows_.sequences.clear();
   rows_.wanted.clear();
-  if (status == 1) return fail(ErrorCode::kContextExceeded, "libllama's context of {} tokens is full", context());
+  if (status == 1)
+    return fail(ErrorCode::kContextExceeded, "libllama's context of {} tokens is full", context());
   if (status != 0) return fail(ErrorCode::kInternal, "libllama's decode failed with status {}", status);
   return wanted == 0 ? nullptr : llama_get_logits(context_.get());
 }

@@ -1,6 +1,7 @@
-// libllama as a dense engine behind an interface like ours: the peer that benchmarks measure us against, alternately in
-// one process, and the reference that tests hold our logits against. Set up as libllama's own tools do it: flash
-// attention, a KV cache of f16, one KV stream per sequence, repacked weights, a thread pool that stays.
+// libllama as a dense engine behind an interface like ours: the peer that benchmarks measure us against,
+// alternately in one process, and the reference that tests hold our logits against. Set up as libllama's own
+// tools do it: flash attention, a KV cache of f16, one KV stream per sequence, repacked weights, a thread
+// pool that stays.
 //
 // Sequences are numbered 0 .. sequences - 1 and start empty. Owned by one thread.
 #pragma once
@@ -38,7 +39,8 @@ class Libllama {
 
   /// Appends at most `batch` tokens to one sequence. Returns the logits of the last `wanted` of them,
   /// [wanted, vocabulary], valid until the next call; null when wanted is 0.
-  Result<const float*> append(std::uint32_t sequence, std::span<const std::int32_t> tokens, std::uint32_t wanted);
+  Result<const float*> append(std::uint32_t sequence, std::span<const std::int32_t> tokens,
+                              std::uint32_t wanted);
 
   /// Called after each batch with the tokens done of this call; false stops.
   using Progress = std::function<bool(std::uint32_t done)>;
@@ -49,8 +51,8 @@ class Libllama {
   /// One step: tokens[i] is appended to sequence i. Returns the logits of all, [tokens.size(), vocabulary].
   Result<const float*> decode(std::span<const std::int32_t> tokens);
 
-  /// Forgets everything from position `tokens` on. kUnsupported when a sliding window has already dropped tokens that
-  /// the sequence would need there; then nothing has changed.
+  /// Forgets everything from position `tokens` on. kUnsupported when a sliding window has already dropped
+  /// tokens that the sequence would need there; then nothing has changed.
   Status truncate(std::uint32_t sequence, std::uint32_t tokens);
 
   std::uint32_t tokens(std::uint32_t sequence) const { return tokens_[sequence]; }
