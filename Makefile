@@ -9,7 +9,7 @@ WERROR := $(if $(filter true,$(CI)),ON,OFF)
 SOURCES = git ls-files -z --cached --others --exclude-standard -- '*.h' '*.cc'
 CLANG_FORMAT = xargs -0r clang-format-14
 
-.PHONY: help setup model models build demo test test-asan test-tsan format format-check clean
+.PHONY: help setup model models build demo test test-long test-asan test-tsan format format-check clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,10 +39,13 @@ demo: build $(SMOLLM2) ## One question about a long document, answered: DEMO_QUE
 	@build/release/dualdecoder run -m $(SMOLLM2) -f demo/lighthouse-logbook.md -p "$(DEMO_QUESTION)" \
 	  --chat --temp 0 -n 96
 
-test: build $(SMOLLM2) $(GEMMA3) ## Every test
+test: build $(SMOLLM2) $(GEMMA3) ## Every test but the long ones
 	@ctest --preset release
 
-test-asan test-tsan: test-%: build/%/build.ninja $(SMOLLM2) $(GEMMA3)
+test-long: build $(SMOLLM2) $(GEMMA3) ## Agreement with libllama at 6,000 tokens and more: some minutes
+	@ctest --preset long
+
+test-asan test-tsan: test-%: build/%/build.ninja
 	@cmake --build --preset $*
 	@ctest --preset $*
 

@@ -74,6 +74,12 @@ class Batch : public testing::Test {
     return answers;
   }
 
+  // In either mode: alone, a step has one row, and prompts are of 1 row or of more than the mode is for.
+  static const std::vector<Answer>& greedy_alone() {
+    static const std::vector<Answer> answers = alone(0.0f, true);
+    return answers;
+  }
+
   static std::vector<Answer> together(float temperature, bool batch_invariant,
                                       const std::vector<Answer>& reference) {
     const auto shared = engine(batch_invariant);
@@ -111,7 +117,7 @@ std::unique_ptr<Model> Batch::model_;
 std::vector<TokenId> Batch::text_tokens_;
 
 TEST_F(Batch, GivesTheTokensOfEachAloneGreedyWhenBatchInvariant) {
-  const auto reference = alone(0.0f, true);
+  const auto& reference = greedy_alone();
   const auto batched = together(0.0f, true, reference);
   for (std::uint32_t i = 0; i < kSequences; ++i) {
     ASSERT_EQ(reference[i].tokens.size(), kTokens);
@@ -128,7 +134,7 @@ TEST_F(Batch, GivesTheTokensOfEachAloneSeededWhenBatchInvariant) {
 }
 
 TEST_F(Batch, DiffersFromEachAloneOnlyAtNearTiesByDefault) {
-  const auto reference = alone(0.0f, false);
+  const auto& reference = greedy_alone();
   const auto batched = together(0.0f, false, reference);
   for (std::uint32_t i = 0; i < kSequences; ++i) {
     const auto [mine, theirs] = std::mismatch(batched[i].tokens.begin(), batched[i].tokens.end(),

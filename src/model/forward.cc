@@ -5,6 +5,8 @@
 
 #include <ggml-alloc.h>
 #include <ggml-cpu.h>
+#include <pthread.h>
+#include <sched.h>
 
 #include "base/check.h"
 
@@ -135,7 +137,29 @@ Status Forward::allocate() {
                                      GGML_N_TASKS_MAX, this);
   parallel_graph_ = ggml_new_graph_custom(parallel_context_.get(), 8, false);
   ggml_build_forward_expand(parallel_graph_, node);
+  pin_threads();
   return {};
+}
+
+// With a thread for every CPU, each gets one of its own. Left to itself the scheduler may wake a thread that
+// slept at a barrier on the CPU of the one that wakes it, and keep both there: a step of two threads on two
+// CPUs then takes five times as long, for minutes. With fewer threads than CPUs nothing is pinned: other
+// processes need the choice.
+void Forward::pin_threads() {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
+  std::vector<int> cpus;
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (CPU_ISSET(cpu, &allowed)) cpus.push_back(cpu);
+  }
+  if (options_.threads < 2 || cpus.size() != options_.threads) return;
+  parallel([&](std::uint32_t thread) {
+    cpu_set_t own;
+    CPU_ZERO(&own);
+    CPU_SET(cpus[thread], &own);
+    pthread_setaffinity_np(pthread_self(), sizeof(own), &own);
+  });
 }
 
 void Forward::begin(std::span<const TokenId> tokens, std::span<const std::uint32_t> positions,

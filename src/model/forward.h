@@ -71,6 +71,7 @@ class Forward {
 
   Forward(const Model& model, const ForwardOptions& options);
   Status allocate();
+  void pin_threads();
   Graphs& graphs_for(std::uint32_t rows, std::uint32_t outputs);
   std::unique_ptr<Graphs> build(std::uint32_t rows, std::uint32_t outputs);
   void build_layer(Graphs& graphs, LayerIndex layer);
