@@ -331,7 +331,7 @@ constexpr std::uint32_t kSingleRows = 64;       // of them in steps of one row, 
 constexpr std::uint32_t kSingleRowsFrom = 500;  // ... from this context on
 constexpr std::uint32_t kChunk = 512;           // rows of a step without logits
 constexpr std::uint32_t kCompareChunk = 64;     // rows of a step with logits: Gemma's are 1 MiB each
-constexpr double kToYardstick = 1.5;            // mean KL, as a multiple of libllama's to itself
+constexpr double kToYardstick = 2.0;            // mean KL, as a multiple of libllama's to itself
 constexpr double kTopBelowYardstick = 0.03;
 
 /// How the text is passed: which positions are compared and which are steps of one row.

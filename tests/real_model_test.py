@@ -18,11 +18,11 @@ def test_it_finds_the_answer_in_a_long_document():
     assert result.code == 0 and "48213" in result.stdout
 
 
-def at_terminal(env):
-    """stderr of a run with some seconds of prefill, as a terminal receives it."""
+def at_terminal(document, env):
+    """stderr of a run with a few seconds of prefill, as a terminal receives it."""
     outer, inner = pty.openpty()
     process = subprocess.Popen(
-        [str(PROGRAM), "run", "-m", str(MODEL), "-f", str(ROOT / "demo" / "lighthouse-logbook.md"), "-n", "1", "-b", "128"],
+        [str(PROGRAM), "run", "-m", str(MODEL), "-f", str(document), "-n", "1", "-b", "64"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=inner,
@@ -42,8 +42,10 @@ def at_terminal(env):
     return received.decode()
 
 
-def test_progress_is_one_redrawn_line_with_share_rate_and_time_left():
-    text = at_terminal({"NO_COLOR": "1"})
+def test_progress_is_one_redrawn_line_with_share_rate_and_time_left(tmp_path):
+    document = tmp_path / "beginning.md"
+    document.write_text(DOCUMENT.read_text()[:6000])
+    text = at_terminal(document, {"NO_COLOR": "1"})
     progress = [line for line in text.split("\r") if "prompt " in line and "%" in line]
     assert len(progress) > 2
     assert "tokens/s" in progress[0] and "left" in progress[0]
