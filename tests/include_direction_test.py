@@ -10,7 +10,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 LAYERS = [
     {"base"},
     {"kv"},
-    {"model", "select", "transfer", "attention", "peer"},
+    {"attention"},
+    {"model", "select", "transfer", "peer"},
     {"decode"},
     {"serve"},
     {"apps"},
