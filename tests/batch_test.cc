@@ -27,8 +27,8 @@ struct Answer {
 class Batch : public testing::Test {
  protected:
   static void SetUpTestSuite() {
-    auto model =
-        Model::load(DUALDECODER_MODELS "/SmolLM2-135M-Instruct.Q4_1.gguf", [](std::size_t, std::size_t) {});
+    auto model = Model::load(DUALDECODER_MADE_MODELS "/SmolLM2-135M-Instruct.Q4_0.gguf",
+                             [](std::size_t, std::size_t) {});
     ASSERT_TRUE(model) << model.error().message;
     model_ = std::move(*model);
     const auto text = read_text_file(DUALDECODER_TEST_DATA "/prose.txt");
@@ -56,7 +56,7 @@ class Batch : public testing::Test {
   static std::unique_ptr<Engine> engine(bool batch_invariant) {
     auto created = Engine::create(
         *model_,
-        {.threads = 2, .context = 1024, .sequences = kSequences, .batch_invariant = batch_invariant});
+        {.threads = 1, .context = 1024, .sequences = kSequences, .batch_invariant = batch_invariant});
     return created ? std::move(*created) : nullptr;
   }
 

@@ -193,6 +193,21 @@ TEST_F(GgufFaults, RequiredKeyThatIsMissingIsNamedAndAnOptionalOneHasADefault) {
   }
 }
 
+TEST_F(GgufFaults, ValueAssumedForAMissingKeyIsReported) {
+  for (const std::string name : {"llama.rope.freq_base", "llama.attention.head_count_kv",
+                                 "tokenizer.ggml.pre", "tokenizer.ggml.eos_token_id"}) {
+    TinyModelOptions options = small_numbers();
+    options.kv_heads = options.heads;  // what a missing number of KV heads means
+    options.edit_keys = [&](gguf_context* gguf) { EXPECT_GE(gguf_remove_key(gguf, name.c_str()), 0); };
+    const auto model = load(write(options));
+    ASSERT_TRUE(model) << model.error().message;
+    EXPECT_THAT((*model)->hyperparameters().assumed, testing::ElementsAre(HasSubstr(name + " = ")));
+  }
+  const auto model = load(write(small_numbers()));
+  ASSERT_TRUE(model) << model.error().message;
+  EXPECT_THAT((*model)->hyperparameters().assumed, testing::IsEmpty());
+}
+
 TEST_F(GgufFaults, KeyOfAnotherTypeIsNamedWithTheTypeThatWasFound) {
   for (const auto& [name, key] : known_keys()) {
     if (name == kAlignment) continue;  // ggml's writer refuses; see below
@@ -386,7 +401,7 @@ TEST_F(GgufFaultsDeathTest, FileThatShrinksWhileInUseEndsTheProcessWithOneLine) 
     const auto model = load(path_);
     auto engine = Engine::create(**model, {.context = 64});
     fs::resize_file(path_, 4096);
-    const auto sequence = (*engine)->new_sequence();
+    const auto sequence = std::move(*(*engine)->new_sequence());
     const std::vector<TokenId> tokens = {1, 10, 20};
     (void)(*engine)->prefill(*sequence, tokens);
   };

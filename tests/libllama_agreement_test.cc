@@ -86,7 +86,7 @@ class Pair {
     if (!peer) return failure(peer.error());
     pair->peer = std::move(*peer);
     for (std::uint32_t i = 0; i < options.sequences; ++i) {
-      pair->sequences.push_back(pair->engine->new_sequence());
+      pair->sequences.push_back(std::move(*pair->engine->new_sequence()));
     }
     return pair;
   }

@@ -54,8 +54,11 @@ class Ours final : public Contender {
     if (!engine) return std::unexpected(engine.error());
     auto ours = std::make_unique<Ours>();
     ours->engine_ = std::move(*engine);
-    for (std::uint32_t i = 0; i < options.sequences; ++i)
-      ours->sequences_.push_back(ours->engine_->new_sequence());
+    for (std::uint32_t i = 0; i < options.sequences; ++i) {
+      auto sequence = ours->engine_->new_sequence();
+      if (!sequence) return std::unexpected(sequence.error());
+      ours->sequences_.push_back(std::move(*sequence));
+    }
     return ours;
   }
   const char* name() const override { return "dualdecoder"; }
@@ -70,11 +73,14 @@ class Ours final : public Contender {
       groups_.push_back({sequences_[i].get(), tokens.subspan(i, 1), LogitsWanted::kLast});
     }
     const auto logits = engine_->step(groups_);
-    return logits ? Status{} : std::unexpected(logits.error());
+    if (!logits) return std::unexpected(logits.error());
+    for (const auto& sequence : sequences_) {
+      if (sequence->error()) return std::unexpected(*sequence->error());
+    }
+    return {};
   }
   Status truncate(std::uint32_t sequence, std::uint32_t tokens) override {
-    sequences_[sequence]->truncate(tokens);
-    return {};
+    return sequences_[sequence]->truncate(tokens);
   }
   std::size_t near_kv_bytes() const override { return engine_->near().bytes_in_use(); }
 

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <csignal>
 #include <thread>
+#include <tuple>
 
 #include "base/units.h"
 #include "progress.h"
@@ -38,6 +39,45 @@ void add_model_options(CLI::App& command, ModelOptions& options) {
       "A sequence's results do not depend on the others in its step, up to 32 rows (slower with several)");
 }
 
+void add_tier_options(CLI::App& command, TierChoices& choices, bool one_engine) {
+  const std::string group = "Tiers";
+  const auto text = [&](const char* names, std::string& value, const char* help, const char* type) {
+    command.add_option(names, value, help)->capture_default_str()->group(group)->type_name(type);
+  };
+  const auto tokens = [&](const char* names, std::uint32_t& value, const char* help) {
+    command.add_option(names, value, help)->capture_default_str()->group(group)->type_name("TOKENS");
+  };
+  if (one_engine) {
+    text("--far", choices.far,
+         "Where the whole KV cache lies: none (all of it near), host (memory), file:DIR (a file in DIR)",
+         "TIER");
+    text("--policy", choices.policy,
+         "What brings blocks near: previous, reactive, last-set, previous-layer, full, oracle", "NAME");
+  }
+  text("--far-size", choices.far_size, "Most that the far tier may take, e.g. 20GiB; 0: what is needed",
+       "SIZE");
+  text("--near-memory", choices.near_memory, "Most that KV near may take, e.g. 64MiB; 0: by --near-slots",
+       "SIZE");
+  tokens("--budget", choices.budget, "Tokens that a layer selects, beside its window");
+  tokens("--near-slots", choices.near_slots,
+         "Tokens that a layer has room for beside its window; 0: twice the budget");
+  tokens("--sink-tokens", choices.sink_tokens, "First tokens that are always near");
+  tokens("--recent-tokens", choices.recent_tokens, "Last tokens that are always near");
+  command
+      .add_option("--dense-layers", choices.dense_layers, "First layers that keep and attend to everything")
+      ->capture_default_str()
+      ->group(group)
+      ->type_name("N");
+  command.add_option("--digest", choices.digest, "What stands in for a block's keys: minmax or mean")
+      ->capture_default_str()
+      ->group(group)
+      ->check(CLI::IsMember({"minmax", "mean"}));
+  command.add_option("--digest-type", choices.digest_type, "Number format of digests")
+      ->capture_default_str()
+      ->group(group)
+      ->check(CLI::IsMember({"f16", "int8"}));
+}
+
 void add_context_option(CLI::App& command, ModelOptions& options) {
   command
       .add_option("-c,--ctx-size", options.context,
@@ -69,6 +109,10 @@ Result<std::unique_ptr<Model>> load_model(const ModelOptions& options) {
                 format_bytes(static_cast<double>(total)));
   });
   line.clear();
+  if (model && !(*model)->hyperparameters().assumed.empty()) {
+    fmt::print(stderr, "dualdecoder: warning: {}: keys are missing, assumed are {}\n", options.model,
+               fmt::join((*model)->hyperparameters().assumed, ", "));
+  }
   return model;
 }
 
@@ -91,6 +135,43 @@ Result<EngineOptions> engine_options(const ModelOptions& options, const Model& m
   engine.block_tokens = options.block_tokens;
   engine.batch_invariant = options.batch_invariant;
   return engine;
+}
+
+Result<TierOptions> tier_options(const TierChoices& choices) {
+  TierOptions tiers;
+  auto far = parse_far(choices.far);
+  if (!far) return std::unexpected(far.error());
+  tiers.far = std::move(*far);
+  const auto policy = parse_policy(choices.policy);
+  if (!policy) return std::unexpected(policy.error());
+  tiers.policy = *policy;
+  for (const auto& [name, text, value] :
+       {std::tuple("--far-size", &choices.far_size, &tiers.far_bytes_max),
+        std::tuple("--near-memory", &choices.near_memory, &tiers.near_bytes_max)}) {
+    const auto bytes = parse_size(*text);
+    if (!bytes) return fail(ErrorCode::kInvalidArgument, "{}: {}", name, bytes.error().message);
+    *value = *bytes;
+  }
+  if (choices.budget == 0)
+    return fail(ErrorCode::kInvalidArgument, "--budget 0: at least one token is needed");
+  tiers.budget_tokens = choices.budget;
+  tiers.near_tokens = choices.near_slots;
+  tiers.sink_tokens = choices.sink_tokens;
+  tiers.recent_tokens = choices.recent_tokens;
+  tiers.dense_layers = choices.dense_layers;
+  tiers.digests.kind = choices.digest == "mean" ? DigestKind::kMean : DigestKind::kMinMax;
+  tiers.digests.type = choices.digest_type == "int8" ? DigestType::kInt8 : DigestType::kF16;
+  return tiers;
+}
+
+void print_short_plan(const Engine& engine) {
+  const MemoryPlan& plan = engine.plan();
+  if (!plan.tiered()) return;
+  const auto bytes = [](std::uint64_t count) { return format_bytes(static_cast<double>(count)); };
+  fmt::print(stderr, "plan: near KV {} (window {}, selected {}, staging {}) | far KV {} in {} | digests {}\n",
+             bytes(plan.near_bytes()), bytes(plan.near_window_bytes), bytes(plan.near_selected_bytes),
+             bytes(plan.near_staging_bytes), bytes(plan.far_bytes), engine.tiers().far_description(),
+             bytes(plan.digest_bytes));
 }
 
 bool interrupted() { return interrupt_seen; }

@@ -28,8 +28,25 @@ struct ModelOptions {
   bool batch_invariant = false;
 };
 
+/// Where the KV lies and what comes near, as a user writes it.
+struct TierChoices {
+  std::string far = "none";
+  std::string far_size = "0";
+  std::string near_memory = "0";
+  std::string policy = "previous";
+  std::string digest = "minmax";
+  std::string digest_type = "f16";
+  std::uint32_t budget = TierOptions{}.budget_tokens;
+  std::uint32_t sink_tokens = TierOptions{}.sink_tokens;
+  std::uint32_t recent_tokens = TierOptions{}.recent_tokens;
+  std::uint32_t near_slots = 0;
+  std::uint32_t dense_layers = 0;
+};
+
 /// -m, -t, -b and the like.
 void add_model_options(CLI::App& command, ModelOptions& options);
+/// --far, --near-memory, --policy and the like; --far and --policy only if `one_engine`.
+void add_tier_options(CLI::App& command, TierChoices& choices, bool one_engine = true);
 /// -c
 void add_context_option(CLI::App& command, ModelOptions& options);
 /// Makes every long flag of `command` settable as DUALDECODER_<NAME>, e.g. --top-k as DUALDECODER_TOP_K.
@@ -47,6 +64,10 @@ Result<std::unique_ptr<Model>> load_model(const ModelOptions& options);
 /// The engine options of these model options; a context beyond the model's training gives a warning on
 /// stderr.
 Result<EngineOptions> engine_options(const ModelOptions& options, const Model& model);
+
+Result<TierOptions> tier_options(const TierChoices& choices);
+/// The plan in one line, on stderr; nothing when all KV stays near.
+void print_short_plan(const Engine& engine);
 
 /// Set by the first Ctrl-C; a second one ends the process at once.
 bool interrupted();

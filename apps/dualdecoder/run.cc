@@ -21,6 +21,7 @@ constexpr std::size_t kPromptBytesMax = 1U << 30;  // libllama counts bytes in 3
 
 struct RunOptions {
   ModelOptions model;
+  TierChoices tiers;
   std::string prompt;
   std::string file;
   std::string system;
@@ -166,16 +167,53 @@ std::string token_hash(const Generation& generation) {
   return fmt::format("{:016x}", hash_values(std::span(generation.tokens())));
 }
 
+// With a far tier all of it is taken at start; otherwise what the context fills.
+std::uint64_t near_bytes(const Engine& engine) {
+  return engine.plan().tiered() ? engine.plan().near_bytes() : engine.near().bytes_in_use();
+}
+
+std::string far_figures(const Engine& engine) {
+  if (!engine.plan().tiered()) return "";
+  return fmt::format(", far KV {}", format_bytes(static_cast<double>(engine.tiers().far().bytes_in_use())));
+}
+
+nlohmann::ordered_json tiers_report(const Engine& engine) {
+  if (!engine.plan().tiered()) return nullptr;
+  const StepStats& step = engine.stats();
+  const TransferStats& transfers = engine.tiers().transfers().stats();
+  return {{"far", engine.tiers().far_description()},
+          {"policy", policy_name(engine.options().tiers.policy)},
+          {"budget_tokens", engine.options().tiers.budget_tokens},
+          {"block_tokens", engine.options().block_tokens},
+          {"near_slots", engine.plan().near_slots},
+          {"digest_bytes", engine.plan().digest_bytes},
+          {"blocks_attended", step.blocks_attended},
+          {"blocks_missed", step.blocks_missed},
+          {"blocks_late", step.blocks_late},
+          {"blocks_predicted", step.blocks_predicted},
+          {"bytes_streamed", step.bytes_streamed},
+          {"stall_s", static_cast<double>(step.stall_ns) * 1e-9},
+          {"reads", transfers.reads.copies},
+          {"read_bytes", transfers.reads.bytes},
+          {"read_s", static_cast<double>(transfers.reads.ns) * 1e-9},
+          {"writes", transfers.writes.copies},
+          {"write_bytes", transfers.writes.bytes},
+          {"write_s", static_cast<double>(transfers.writes.ns) * 1e-9},
+          {"read_errors", transfers.read_errors},
+          {"checksum_errors", transfers.checksum_errors},
+          {"write_errors", transfers.write_errors}};
+}
+
 void print_closing_line(const Generation& generation, const Outcome& outcome, const Engine& engine) {
-  fmt::print(
-      stderr,
-      "prompt {} tokens in {:.1f} s, {:.0f} tokens/s | answer {} tokens, {:.1f} tokens/s ({}) | near KV {} | "
-      "tokens {}{}\n",
-      outcome.prefilled, outcome.prefill_s, rate(outcome.prefilled, outcome.prefill_s),
-      generation.tokens().size(), rate(decoded_tokens(generation), outcome.decode_s),
-      finish_reason_name(generation.finish_reason()),
-      format_bytes(static_cast<double>(engine.near().bytes_in_use())), token_hash(generation),
-      outcome.seed ? fmt::format(" | seed {}", *outcome.seed) : "");
+  fmt::print(stderr,
+             "prompt {} tokens in {:.1f} s, {:.0f} tokens/s | answer {} tokens, {:.1f} tokens/s ({}) | near "
+             "KV {}{} | "
+             "tokens {}{}\n",
+             outcome.prefilled, outcome.prefill_s, rate(outcome.prefilled, outcome.prefill_s),
+             generation.tokens().size(), rate(decoded_tokens(generation), outcome.decode_s),
+             finish_reason_name(generation.finish_reason()),
+             format_bytes(static_cast<double>(near_bytes(engine))), far_figures(engine),
+             token_hash(generation), outcome.seed ? fmt::format(" | seed {}", *outcome.seed) : "");
 }
 
 std::string json_report(const Generation& generation, const Outcome& outcome, const Engine& engine) {
@@ -198,7 +236,9 @@ std::string json_report(const Generation& generation, const Outcome& outcome, co
       {"pass_s", pass_s},
       {"prompt_tokens_per_s", rate(outcome.prefilled, outcome.prefill_s)},
       {"decode_tokens_per_s", rate(decoded_tokens(generation), outcome.decode_s)},
-      {"near_kv_bytes", engine.near().bytes_in_use()},
+      {"near_kv_bytes", near_bytes(engine)},
+      {"far_kv_bytes", engine.plan().tiered() ? engine.tiers().far().bytes_in_use() : 0},
+      {"tiers", tiers_report(engine)},
       {"weights_mapped_bytes", engine.model().weights().mapped_bytes()},
       {"weights_repacked_bytes", engine.model().weights().repacked_bytes()},
       {"activation_bytes", engine.activation_bytes()},
@@ -277,8 +317,13 @@ Status run(const RunOptions& options, FinishReason& finish_reason) {
   if (!model) return std::unexpected(model.error());
   const auto setup = engine_options(options.model, **model);
   if (!setup) return std::unexpected(setup.error());
-  const auto engine = Engine::create(**model, *setup);
+  const auto tiers = tier_options(options.tiers);
+  if (!tiers) return std::unexpected(tiers.error());
+  EngineOptions engine_setup = *setup;
+  engine_setup.tiers = *tiers;
+  const auto engine = Engine::create(**model, engine_setup);
   if (!engine) return std::unexpected(engine.error());
+  print_short_plan(**engine);
   outcome.load_s = load_watch.seconds();
 
   auto tokens = tokenize_prompt(options, (*model)->vocabulary(), *prompt);
@@ -337,6 +382,7 @@ void add_run_command(CLI::App& app, int& exit_code) {
       app.add_subcommand("run", "Answer one prompt; the text goes to stdout, progress and figures to stderr");
   add_model_options(*command, options->model);
   add_context_option(*command, options->model);
+  add_tier_options(*command, options->tiers);
   command->add_option("-p,--prompt", options->prompt, "Prompt; after the file's text when both are given")
       ->type_name("TEXT");
   command->add_option("-f,--file", options->file, "File with the prompt or the document; -: standard input")

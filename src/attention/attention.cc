@@ -164,7 +164,12 @@ struct AttentionBatch::Impl {
   void attend_tile(const Unit& unit, const VisibleTile& tile, const Scratch& scratch,
                    const AttentionState& state) const;
   void mask(const Unit& unit, const VisibleTile& tile, float* scores) const;
+  void begin_total(const Unit& unit, const AttentionState& total) const;
+  void end_total(const Unit& unit, const AttentionState& total) const;
   void write_result(const Unit& unit, const AttentionState& state) const;
+  /// Calls body(index in the unit's states, index in [rows, heads]) for each of the unit's rows and heads.
+  template <typename Body>
+  void for_each_row(const Unit& unit, const Body& body) const;
 };
 
 // ---- plan
@@ -174,6 +179,9 @@ void AttentionBatch::Impl::add_units(std::uint32_t group_index) {
   DD_CHECK(group.rows > 0 && group.q != nullptr && group.out != nullptr, "group {}: {} rows", group_index,
            group.rows);
   DD_CHECK(!group.blocks.empty(), "group {} has no blocks", group_index);
+  DD_CHECK(
+      !(group.carry.resume || group.carry.more) || (group.carry.max != nullptr && group.carry.sum != nullptr),
+      "group {} has no place for its state", group_index);
   for (const KvBlockView& block : group.blocks) {
     DD_CHECK(block.tokens > 0 && block.tokens <= shape.block_tokens,
              "group {}: block at position {} has {} tokens", group_index, block.first_position, block.tokens);
@@ -270,14 +278,18 @@ void AttentionBatch::Impl::run_task(const Task& task, const Scratch& own) {
   pack_queries(unit, own.q);
 
   if (unit.tasks == 1) {
-    // The first split is the total: merging it into an empty state would copy it.
-    attend_split(unit, task.first_split, own, total);
+    std::uint32_t split = task.first_split;
+    if (groups[unit.group].carry.resume) {
+      begin_total(unit, total);
+    } else {
+      attend_split(unit, split++, own, total);  // merging it into an empty state would copy it
+    }
     const AttentionState part = state_at(own.part, rows, head_dim);
-    for (std::uint32_t split = task.first_split + 1; split < task.end_split; ++split) {
+    for (; split < task.end_split; ++split) {
       attend_split(unit, split, own, part);
       kernels->merge(rows, head_dim, part, total);
     }
-    write_result(unit, total);
+    end_total(unit, total);
     return;
   }
 
@@ -287,12 +299,12 @@ void AttentionBatch::Impl::run_task(const Task& task, const Scratch& own) {
     attend_split(unit, split, own, state_at(states + (split - unit.first_split) * stride, rows, head_dim));
   }
   if (unfinished[task.unit].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  clear(total, rows, head_dim);
+  begin_total(unit, total);
   for (std::uint32_t split = unit.first_split; split < unit.end_split; ++split) {
     kernels->merge(rows, head_dim, state_at(states + (split - unit.first_split) * stride, rows, head_dim),
                    total);
   }
-  write_result(unit, total);
+  end_total(unit, total);
 }
 
 void AttentionBatch::Impl::pack_queries(const Unit& unit, float* q) const {
@@ -379,24 +391,55 @@ void AttentionBatch::Impl::mask(const Unit& unit, const VisibleTile& tile, float
   }
 }
 
-void AttentionBatch::Impl::write_result(const Unit& unit, const AttentionState& state) const {
-  const AttentionGroup& group = groups[unit.group];
-  const std::uint32_t head_dim = shape.head_dim;
+template <typename Body>
+void AttentionBatch::Impl::for_each_row(const Unit& unit, const Body& body) const {
   for (std::uint32_t i = 0; i < unit.rows * heads_per_kv; ++i) {
     const std::size_t row = unit.first_row + i / heads_per_kv;
     const std::size_t head = std::size_t{unit.kv_head} * heads_per_kv + i % heads_per_kv;
+    body(i, row * shape.heads + head);
+  }
+}
+
+/// What the calls before have left.
+void AttentionBatch::Impl::begin_total(const Unit& unit, const AttentionState& total) const {
+  const AttentionGroup& group = groups[unit.group];
+  if (!group.carry.resume) {
+    clear(total, unit.rows * heads_per_kv, shape.head_dim);
+    return;
+  }
+  for_each_row(unit, [&](std::uint32_t i, std::size_t to) {
+    total.max[i] = group.carry.max[to];
+    total.sum[i] = group.carry.sum[to];
+    std::copy_n(group.out + to * shape.head_dim, shape.head_dim, total.out + std::size_t{i} * shape.head_dim);
+  });
+}
+
+/// Leaves it for the calls to come, or writes the result.
+void AttentionBatch::Impl::end_total(const Unit& unit, const AttentionState& total) const {
+  const AttentionGroup& group = groups[unit.group];
+  if (!group.carry.more) return write_result(unit, total);
+  for_each_row(unit, [&](std::uint32_t i, std::size_t to) {
+    group.carry.max[to] = total.max[i];
+    group.carry.sum[to] = total.sum[i];
+    std::copy_n(total.out + std::size_t{i} * shape.head_dim, shape.head_dim, group.out + to * shape.head_dim);
+  });
+}
+
+void AttentionBatch::Impl::write_result(const Unit& unit, const AttentionState& state) const {
+  const AttentionGroup& group = groups[unit.group];
+  const std::uint32_t head_dim = shape.head_dim;
+  for_each_row(unit, [&](std::uint32_t i, std::size_t row) {
     const float factor = 1.0f / state.sum[i];
-    float* const to = group.out + (row * shape.heads + head) * head_dim;
+    float* const to = group.out + row * head_dim;
     for (std::uint32_t d = 0; d < head_dim; ++d) {
       // + 0 turns -0 into 0: the sign of a zero could tell whether its tile had blocks that only other rows
       // see.
       to[d] = state.out[std::size_t{i} * head_dim + d] * factor + 0.0f;
     }
     if (group.lse != nullptr) {
-      group.lse[row * shape.heads + head] =
-          (state.max[i] + std::log2(state.sum[i])) * std::numbers::ln2_v<float>;
+      group.lse[row] = (state.max[i] + std::log2(state.sum[i])) * std::numbers::ln2_v<float>;
     }
-  }
+  });
 }
 
 // ---- interface

@@ -32,7 +32,7 @@ inline constexpr std::uint32_t kSplitKeys = 256;
 /// One block as the kernel reads it. Tokens beyond `tokens` may hold anything, NaN included: they have no
 /// influence.
 struct KvBlockView {
-  const f16_bits* k = nullptr;       // [kv_head, head_dim, block_tokens]
+  const f16_bits* k = nullptr;       // [kv_head, head_dim, block_tokens]; null if no row sees the block
   const f16_bits* v = nullptr;       // [kv_head, block_tokens, head_dim]
   std::uint32_t first_position = 0;  // of the block's first token in its sequence
   std::uint32_t tokens = 0;          // valid ones, 1 .. block_tokens
@@ -46,6 +46,16 @@ struct AttentionShape {
   float scale = 1.0f;              // applied to q . k
 };
 
+/// The softmax in progress of a group whose keys come in several calls, [rows, heads] each, of the caller.
+/// Between the calls, `out` holds sums that are not yet divided. The bits are those of one call, if every
+/// call but the last brings a multiple of kSplitKeys keys.
+struct AttentionCarry {
+  float* max = nullptr;
+  float* sum = nullptr;
+  bool resume = false;  // not the first call
+  bool more = false;    // not the last one
+};
+
 /// Rows of one sequence at consecutive positions; row r stands at first_row_position + r and sees the keys of
 /// `blocks` whose position p satisfies  p <= its own  and, with a window w > 0,  p > its own - w.
 struct AttentionGroup {
@@ -56,6 +66,7 @@ struct AttentionGroup {
   const float* q = nullptr;  // [rows, heads, head_dim], dense
   float* out = nullptr;      // [rows, heads, head_dim], dense
   float* lse = nullptr;      // [rows, heads] natural logarithm; may be null
+  AttentionCarry carry = {};
 };
 
 class AttentionBatch {

@@ -394,6 +394,39 @@ TEST(Attention, GivesAGroupTheSameBitsAloneAndBesideOtherGroups) {
   expect_same_rows(c2, c, 0);
 }
 
+TEST(Attention, GivesTheSameBitsWhenTheKeysComeInSeveralCalls) {
+  for (const std::uint32_t rows : {1u, 2u, 70u}) {
+    for (const std::uint32_t window : {0u, 300u}) {
+      std::mt19937 random(rows + window);
+      const AttentionShape shape = make_shape(6, 2, 64, 16);
+      Sequence whole(shape, {.keys = 1700, .rows = rows, .window = window}, random);
+      attend(shape, whole);
+      const auto blocks = whole.group.blocks;
+      const std::size_t split_blocks = kSplitKeys / shape.block_tokens;
+      for (const std::size_t splits_per_call : {1u, 2u, 5u}) {
+        for (const std::uint32_t threads : {1u, 3u}) {
+          Sequence part(whole, 0, rows);
+          std::vector<float> max(part.lse.size());
+          std::vector<float> sum(part.lse.size());
+          const std::size_t step = splits_per_call * split_blocks;
+          for (std::size_t first = 0; first < blocks.size(); first += step) {
+            AttentionGroup group = part.group;
+            group.blocks = blocks.subspan(first, std::min(step, blocks.size() - first));
+            group.carry = {.max = max.data(),
+                           .sum = sum.data(),
+                           .resume = first > 0,
+                           .more = first + step < blocks.size()};
+            attend(shape, std::span(&group, 1), threads);
+          }
+          SCOPED_TRACE(testing::Message() << rows << " rows, window " << window << ", " << splits_per_call
+                                          << " splits a call, " << threads << " threads");
+          expect_same_rows(part, whole, 0);
+        }
+      }
+    }
+  }
+}
+
 TEST(Attention, CanPlanSmallerAndLargerBatchesOneAfterTheOther) {
   std::mt19937 random(12);
   const AttentionShape shape = make_shape(4, 2, 64, 32);

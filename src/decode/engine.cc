@@ -19,29 +19,28 @@ Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineO
   options.outputs_max = std::max(options.outputs_max, options.sequences);
 
   std::unique_ptr<Engine> engine(new Engine(model, options));
-  const KvGeometry geometry = shape.geometry(options.block_tokens);
-  const std::uint64_t slots =
-      std::uint64_t{geometry.blocks_for(options.context)} * options.sequences * geometry.layers;
-  if (slots > UINT32_MAX) {
-    return fail(ErrorCode::kInvalidArgument, "a context of {} tokens for {} sequences is too large",
-                options.context, options.sequences);
-  }
-  auto near = NearTier::create(geometry, static_cast<std::uint32_t>(slots));
-  if (!near) return std::unexpected(near.error());
-  engine->near_ = std::move(*near);
+  const auto plan = plan_memory(shape, options);
+  if (!plan) return std::unexpected(plan.error());
+  const std::uint64_t weights_hash = options.tiers.far.kind == FarKind::kFile ? model.weights_hash() : 0;
+  auto tiers = Tiers::create(*plan, options.tiers, weights_hash);
+  if (!tiers) return std::unexpected(tiers.error());
+  engine->tiers_ = std::move(*tiers);
 
-  const ForwardOptions forward_options{.threads = options.threads,
-                                       .rows_max = std::max(options.prefill_chunk, options.outputs_max),
-                                       .outputs_max = options.outputs_max,
-                                       .batch_invariant = options.batch_invariant};
+  const ForwardOptions forward_options{
+      .threads = options.threads,
+      .rows_max = std::max(options.prefill_chunk, options.outputs_max),
+      .outputs_max = options.outputs_max,
+      .batch_invariant = options.batch_invariant,
+      .next_query = plan->tiered() && options.tiers.policy == Policy::kPreviousLayer};
   auto forward = Forward::create(model, forward_options);
   if (!forward) return std::unexpected(forward.error());
   engine->forward_ = std::move(*forward);
-  engine->step_ = std::make_unique<Step>(model, *engine->forward_);
+  engine->step_ = std::make_unique<Step>(model, *engine->forward_, *engine->tiers_);
   return engine;
 }
 
 Status Engine::check(const Sequence& sequence, std::span<const TokenId> tokens) const {
+  if (sequence.error()) return std::unexpected(*sequence.error());
   if (tokens.empty()) return fail(ErrorCode::kInvalidArgument, "no tokens to decode");
   if (Status status = model_.vocabulary().check_tokens(tokens); !status) return status;
   if (tokens.size() > options_.context - sequence.tokens()) {
@@ -56,7 +55,7 @@ Result<const float*> Engine::prefill(Sequence& sequence, std::span<const TokenId
                                      const Progress& progress) {
   if (Status status = check(sequence, tokens); !status) return std::unexpected(status.error());
   const auto total = static_cast<std::uint32_t>(tokens.size());
-  if (Status status = sequence.blocks().reserve(sequence.tokens() + total); !status) {
+  if (Status status = sequence.reserve_pages(sequence.tokens() + total); !status) {
     return std::unexpected(status.error());
   }
   for (std::uint32_t done = 0; done < total;) {
@@ -66,6 +65,7 @@ Result<const float*> Engine::prefill(Sequence& sequence, std::span<const TokenId
                           .tokens = tokens.subspan(done, rows),
                           .logits = last ? LogitsWanted::kLast : LogitsWanted::kNone};
     const float* logits = step_->run(std::span(&group, 1));
+    if (sequence.error()) return std::unexpected(*sequence.error());
     done += rows;
     const bool go_on = !progress || progress(done);
     if (last) return logits;
@@ -93,7 +93,7 @@ Result<const float*> Engine::step(std::span<const StepGroup> groups) {
   for (std::size_t i = 0; i < groups.size(); ++i) {
     Sequence& sequence = *groups[i].sequence;
     const Status status =
-        sequence.blocks().reserve(sequence.tokens() + static_cast<std::uint32_t>(groups[i].tokens.size()));
+        sequence.reserve_pages(sequence.tokens() + static_cast<std::uint32_t>(groups[i].tokens.size()));
     if (status) continue;
     for (const StepGroup& group : groups.first(i)) group.sequence->release_unused();
     return std::unexpected(status.error());

@@ -11,45 +11,43 @@
 #include <vector>
 
 #include "base/error.h"
+#include "decode/engine_options.h"
 #include "decode/step.h"
+#include "decode/tiers.h"
 #include "model/model.h"
 
 namespace dualdecoder {
-
-struct EngineOptions {
-  std::uint32_t threads = 1;
-  std::uint32_t context = 0;          // tokens per sequence; 0: what the model was trained with
-  std::uint32_t sequences = 1;        // at the same time
-  std::uint32_t prefill_chunk = 512;  // rows of one prefill step
-  std::uint32_t outputs_max = 8;      // rows of one step that want logits; at least `sequences`
-  std::uint32_t block_tokens = 32;    // 16, 32 or 64
-  bool batch_invariant = false;       // see Forward
-};
 
 class Engine {
  public:
   static Result<std::unique_ptr<Engine>> create(const Model& model, const EngineOptions& options);
 
-  std::unique_ptr<Sequence> new_sequence() { return std::make_unique<Sequence>(*near_); }
+  /// kOutOfMemory when `options().sequences` of them live. They must not outlive the engine.
+  Result<std::unique_ptr<Sequence>> new_sequence() { return Sequence::create(*tiers_); }
 
   /// Called after each chunk with the tokens done of this call; false stops.
   using Progress = std::function<bool(std::uint32_t done)>;
 
   /// Appends `tokens` chunk by chunk. Returns the logits of the last one, [vocabulary], valid until the next
   /// call; null when `progress` stopped it (the chunks done stay committed). On an error nothing of this call
-  /// is committed: kInvalidArgument names a token outside the vocabulary, kContextExceeded both counts.
+  /// is committed: kInvalidArgument names a token outside the vocabulary, kContextExceeded both counts. Only
+  /// a failure of the far tier can come later; it is sequence.error(), and ends the sequence.
   Result<const float*> prefill(Sequence& sequence, std::span<const TokenId> tokens,
                                const Progress& progress = {});
 
   /// One step over several sequences, each with one or a few tokens: at most max(prefill_chunk, outputs_max)
   /// rows in all, of which outputs_max want logits. Checks like prefill; on an error nothing has changed.
-  /// Returns [wanted rows, vocabulary].
+  /// Returns [wanted rows, vocabulary]. A sequence whose far tier failed has an error() afterwards and
+  /// meaningless logits; the others are as if it had not been there.
   Result<const float*> step(std::span<const StepGroup> groups);
 
   const Model& model() const { return model_; }
   const EngineOptions& options() const { return options_; }
   std::uint32_t context() const { return options_.context; }
-  const NearTier& near() const { return *near_; }
+  const MemoryPlan& plan() const { return tiers_->plan(); }
+  const Tiers& tiers() const { return *tiers_; }
+  const NearTier& near() const { return tiers_->near(); }
+  const StepStats& stats() const { return step_->stats(); }
   std::size_t activation_bytes() const { return forward_->activation_bytes(); }
   const std::array<std::uint64_t, kPasses>& pass_ns() const { return step_->pass_ns(); }
 
@@ -59,7 +57,7 @@ class Engine {
 
   const Model& model_;
   EngineOptions options_;
-  std::unique_ptr<NearTier> near_;
+  std::unique_ptr<Tiers> tiers_;
   std::unique_ptr<Forward> forward_;
   std::unique_ptr<Step> step_;
 };

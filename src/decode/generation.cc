@@ -70,16 +70,23 @@ Result<std::unique_ptr<Generation>> Generator::start(std::vector<TokenId> prompt
   }
   if (Status status = validate_stop_strings(options.stop); !status) return std::unexpected(status.error());
 
+  auto sequence = engine_.new_sequence();
+  if (!sequence) return std::unexpected(sequence.error());
   Sampler sampler(options.sampling, vocabulary_size, end_tokens_);
   for (const TokenId token : prompt) sampler.accept(token);
   return std::unique_ptr<Generation>(
-      new Generation(engine_.new_sequence(), std::move(prompt), std::move(options), std::move(sampler)));
+      new Generation(std::move(*sequence), std::move(prompt), std::move(options), std::move(sampler)));
 }
 
 Status Generator::prefill(Generation& generation, const Engine::Progress& progress) {
   DD_CHECK(generation.running() && generation.sequence_->tokens() == 0);
   const auto logits = engine_.prefill(*generation.sequence_, generation.prompt_, progress);
-  if (!logits) return std::unexpected(logits.error());
+  if (!logits) {
+    if (!generation.sequence_->error()) return std::unexpected(logits.error());
+    generation.error_ = logits.error();
+    generation.finish(FinishReason::kError);
+    return {};
+  }
   if (*logits == nullptr) {
     generation.finish(FinishReason::kAbort);
     return {};
@@ -104,7 +111,13 @@ Status Generator::step(std::span<Generation* const> running) {
   if (!logits) return std::unexpected(logits.error());
   const std::size_t vocabulary = engine_.model().vocabulary().size();
   for (std::size_t i = 0; i < running.size(); ++i) {
-    draw(*running[i], *logits + i * vocabulary);
+    Generation& generation = *running[i];
+    if (generation.sequence_->error()) {
+      generation.error_ = *generation.sequence_->error();
+      generation.finish(FinishReason::kError);
+    } else {
+      draw(generation, *logits + i * vocabulary);
+    }
   }
   return {};
 }

@@ -1,36 +1,81 @@
-// One sequence's place in the engine: how many tokens are committed and where their KV lies. Owned by the
-// engine thread.
+// One sequence's place in the engine: how many tokens are committed, where their KV lies in both tiers, their
+// digests, and what the next step should attend to. Owned by the engine thread.
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
 
 #include "base/check.h"
-#include "kv/block_table.h"
+#include "decode/tiers.h"
+#include "select/digest.h"
 
 namespace dualdecoder {
 
+/// The blocks that one layer should attend to beside its window, ascending.
+struct Selection {
+  bool valid = false;
+  std::uint32_t age = 0;  // steps since it was ranked
+  BlockIndex end;         // of the candidates that it was ranked from
+  std::vector<BlockIndex> blocks;
+
+  /// Takes in what has left the window since it was ranked.
+  void extend(BlockIndex to) {
+    for (; end < to; ++end) blocks.push_back(end);
+  }
+};
+
 class Sequence {
  public:
-  explicit Sequence(NearTier& near) : blocks_(near) {}
+  /// kOutOfMemory when the engine has no place for another one.
+  static Result<std::unique_ptr<Sequence>> create(Tiers& tiers);
+  /// Waits for the transfers in flight.
+  ~Sequence();
+  Sequence(const Sequence&) = delete;
+  Sequence& operator=(const Sequence&) = delete;
 
   /// Committed tokens; the next one stands at this position.
   std::uint32_t tokens() const { return tokens_; }
-  BlockTable& blocks() { return blocks_; }
-  const BlockTable& blocks() const { return blocks_; }
+  /// What a transfer of this sequence ended with. It can then only be destroyed.
+  const std::optional<Error>& error() const { return residency_->error(); }
 
-  /// Gives back slots that were reserved for tokens which did not come.
-  void release_unused() { blocks_.truncate(tokens_); }
+  /// Forgets everything from position `tokens` on; there are at least that many. May read one page.
+  Status truncate(std::uint32_t tokens);
+
+  // For the engine and the step.
+
+  /// Far pages for tokens [0, tokens). On an error nothing has changed.
+  Status reserve_pages(std::uint32_t tokens);
+  /// Near slots for the blocks that tokens [tokens(), tokens) are written into, wanted in the present step.
+  /// May wait for writes. An error is the sequence's own and stays (error()).
+  Status take_slots(std::uint32_t tokens);
   void commit(std::uint32_t tokens) { tokens_ += tokens; }
-  /// Forgets everything from position `tokens` on; there are at least that many.
-  void truncate(std::uint32_t tokens) {
-    DD_CHECK(tokens <= tokens_, "{} of {}", tokens, tokens_);
-    tokens_ = tokens;
-    blocks_.truncate(tokens);
-  }
+  /// Gives back pages and slots that were taken for tokens which did not come.
+  void release_unused();
+  /// Starts writing the pages that are full and not yet written.
+  void write_full_pages();
+
+  Residency& residency() const { return *residency_; }
+  /// Null when no layer selects.
+  Digests* digests() const { return digests_.get(); }
+  Selection& selection(LayerIndex layer) { return selections_[layer.value]; }
+  PageIndex page(BlockIndex block) const { return pages_[block.value]; }
+  const KvGeometry& geometry() const { return tiers_.geometry(); }
 
  private:
-  BlockTable blocks_;
+  explicit Sequence(Tiers& tiers) : tiers_(tiers) {}
+  Status reopen(BlockIndex block);
+  void drop_blocks_from(std::uint32_t first);
+
+  Tiers& tiers_;
+  std::unique_ptr<Residency> residency_;
+  std::unique_ptr<Digests> digests_;
+  std::vector<PageIndex> pages_;       // [block]
+  std::vector<Selection> selections_;  // [layer]
   std::uint32_t tokens_ = 0;
+  std::uint32_t blocks_ = 0;   // with slots in every layer, or written
+  std::uint32_t written_ = 0;  // blocks whose write has been asked for
 };
 
 }  // namespace dualdecoder

@@ -24,136 +24,458 @@ class PassTimer {
   std::chrono::steady_clock::time_point start_;
 };
 
-AttentionShape attention_shape(const Hyperparameters& model) {
+AttentionShape attention_shape(const Hyperparameters& model, const KvGeometry& geometry) {
   return {.heads = model.heads,
           .kv_heads = model.kv_heads,
           .head_dim = model.head_dim,
-          .block_tokens = 0,  // known with the first sequence
+          .block_tokens = geometry.block_tokens,
           .scale = model.attention_scale};
 }
 
 }  // namespace
 
-Step::Step(const Model& model, Forward& forward)
-    : model_(model), forward_(forward), shape_(attention_shape(model.hyperparameters())) {}
-
-const float* Step::run(std::span<const StepGroup> groups) {
-  begin(groups);
-  const auto timer = [&](Pass pass) { return PassTimer(pass_ns_[static_cast<std::size_t>(pass)]); };
-  const std::uint32_t layers = model_.hyperparameters().layers;
-  for (LayerIndex layer; layer.value < layers; ++layer) {
-    LayerRows rows;
-    {
-      const auto time = timer(Pass::kProject);
-      rows = forward_.project(layer);
-    }
-    {
-      const auto time = timer(Pass::kAppend);
-      append(layer, rows);
-    }
-    // Without logits, nothing reads what the last layer attends to: its K and V are all that is wanted.
-    if (output_rows_.empty() && layer.value + 1 == layers) break;
-    const auto time = timer(Pass::kAttend);
-    attend(groups, layer, rows);
-  }
-  for (const StepGroup& group : groups)
-    group.sequence->commit(static_cast<std::uint32_t>(group.tokens.size()));
-  if (output_rows_.empty()) return nullptr;
-  const auto time = timer(Pass::kFinish);
-  return forward_.logits();
+Step::Step(const Model& model, Forward& forward, Tiers& tiers)
+    : model_(model),
+      forward_(forward),
+      tiers_(tiers),
+      policy_(tiers.options().policy),
+      shape_(attention_shape(model.hyperparameters(), tiers.geometry())),
+      streamer_(tiers),
+      ranker_(shape_, tiers, forward) {
+  if (!tiers.tiered()) return;
+  carry_max_.resize(std::size_t{forward.rows_max()} * shape_.heads);
+  carry_sum_.resize(carry_max_.size());
 }
 
+const float* Step::run(std::span<const StepGroup> groups) {
+  const auto timed = [this](Pass pass, const auto& body) {
+    const PassTimer timer(pass_ns_[static_cast<std::size_t>(pass)]);
+    return body();
+  };
+  timed(Pass::kBegin, [&] { begin(groups); });
+  const std::uint32_t layers = model_.hyperparameters().layers;
+  for (LayerIndex layer; layer.value < layers; ++layer) {
+    const LayerRows rows = timed(Pass::kProject, [&] { return forward_.project(layer); });
+    timed(Pass::kAppend, [&] { append(layer, rows); });
+    // Without logits, nothing reads what the last layer attends to: its K and V are all that is wanted.
+    if (!attends_last_layer_ && layer.value + 1 == layers) break;
+    timed(Pass::kSelect, [&] { select(layer, rows); });
+    timed(Pass::kArrive, [&] { arrive(layer); });
+    timed(Pass::kAttend, [&] { attend(layer, rows); });
+    timed(Pass::kPredict, [&] { predict(layer, rows); });
+  }
+  timed(Pass::kRetire, [&] { retire(); });
+  if (output_rows_.empty()) return nullptr;
+  return timed(Pass::kFinish, [&] { return forward_.logits(); });
+}
+
+// ---- begin
+
 void Step::begin(std::span<const StepGroup> groups) {
+  tiers_.begin_step();
+  ++stats_.steps;
   tokens_.clear();
   positions_.clear();
   output_rows_.clear();
   stretches_.clear();
-  for (const StepGroup& group : groups) {
-    const KvGeometry& geometry = group.sequence->blocks().geometry();
-    shape_.block_tokens = geometry.block_tokens;
-    const auto rows = static_cast<std::uint32_t>(group.tokens.size());
-    const auto first_row = static_cast<std::uint32_t>(tokens_.size());
-    DD_CHECK(rows > 0);
-    DD_CHECK(group.sequence->blocks().blocks() >= geometry.blocks_for(group.sequence->tokens() + rows),
-             "{} blocks for {} + {} tokens", group.sequence->blocks().blocks(), group.sequence->tokens(),
-             rows);
-    for (std::uint32_t r = 0; r < rows; ++r) {
-      const std::uint32_t position = group.sequence->tokens() + r;
-      tokens_.push_back(group.tokens[r]);
-      positions_.push_back(position);
-      const bool wanted =
-          group.logits == LogitsWanted::kAll || (group.logits == LogitsWanted::kLast && r + 1 == rows);
-      if (wanted) output_rows_.push_back(first_row + r);
-      if (r == 0 || position % geometry.block_tokens == 0) {
-        stretches_.push_back(
-            {.sequence = group.sequence, .row = first_row + r, .position = position, .tokens = 0});
-      }
-      ++stretches_.back().tokens;
-    }
-  }
+  works_ = groups.size();
+  if (work_.size() < works_) work_.resize(works_);
+  for (std::size_t i = 0; i < works_; ++i) begin_rows(groups[i], work_[i]);
+  attends_last_layer_ = !output_rows_.empty();
   forward_.begin(tokens_, positions_, output_rows_);
+  if (!tiers_.tiered()) return;
+  tiers_.transfers().poll();
 }
+
+void Step::begin_rows(const StepGroup& group, Work& work) {
+  work.sequence = group.sequence;
+  work.first_row = static_cast<std::uint32_t>(tokens_.size());
+  work.rows = static_cast<std::uint32_t>(group.tokens.size());
+  work.position = group.sequence->tokens();
+  work.wants_logits = group.logits != LogitsWanted::kNone;
+  work.streamed_ahead = false;
+  DD_CHECK(work.rows > 0);
+  if (tiers_.tiered()) {
+    for (LayerIndex layer; layer.value < model_.hyperparameters().layers; ++layer)
+      keep_near(work, work.position, layer, tiers_.step());
+  }
+  // A failure is the sequence's own error; its rows go through the step without effect.
+  static_cast<void>(group.sequence->take_slots(work.position + work.rows));
+  const std::uint32_t block_tokens = tiers_.geometry().block_tokens;
+  for (std::uint32_t r = 0; r < work.rows; ++r) {
+    const std::uint32_t position = work.position + r;
+    tokens_.push_back(group.tokens[r]);
+    positions_.push_back(position);
+    const bool wanted =
+        group.logits == LogitsWanted::kAll || (group.logits == LogitsWanted::kLast && r + 1 == work.rows);
+    if (wanted) output_rows_.push_back(work.first_row + r);
+    if (r == 0 || position % block_tokens == 0) {
+      stretches_.push_back(
+          {.sequence = group.sequence, .row = work.first_row + r, .position = position, .tokens = 0});
+    }
+    ++stretches_.back().tokens;
+  }
+}
+
+// What a row at `position` needs near, window and selection, keeps its slot in `step`. A selection that has
+// no room is streamed, and keeps nothing.
+void Step::keep_near(const Work& work, std::uint32_t position, LayerIndex layer, std::uint64_t step) const {
+  Residency& residency = work.sequence->residency();
+  const std::uint32_t end = tiers_.geometry().blocks_for(position);
+  const std::uint32_t window = model_.hyperparameters().window[layer.value];
+  switch (tiers_.layer(layer).kind) {
+    case LayerKind::kAll:
+      return;
+    case LayerKind::kWindowed: {
+      const std::uint32_t first = position < window ? 0 : position - window + 1;
+      for (BlockIndex block(first / shape_.block_tokens); block.value < end; ++block)
+        residency.want(layer, block, step);
+      return;
+    }
+    case LayerKind::kSelecting:
+      break;
+  }
+  const Candidates candidates = candidates_at_position(position);
+  for (BlockIndex block; block < candidates.first && block.value < end; ++block)
+    residency.want(layer, block, step);
+  for (BlockIndex block = candidates.end; block.value < end; ++block) residency.want(layer, block, step);
+  const Selection& selection = work.sequence->selection(layer);
+  if (!selection.valid || selection.blocks.size() > tiers_.plan().near_slots) return;
+  for (const BlockIndex block : selection.blocks) residency.want(layer, block, step);
+}
+
+// ---- append
 
 void Step::append(LayerIndex layer, const LayerRows& rows) {
   const std::size_t width = model_.hyperparameters().kv_width();
+  const KvGeometry& geometry = tiers_.geometry();
   const auto store = [&](const Stretch& stretch) {
-    const BlockTable& blocks = stretch.sequence->blocks();
-    const KvGeometry& geometry = blocks.geometry();
-    const SlotIndex slot = blocks.slot(layer, BlockIndex(stretch.position / geometry.block_tokens));
+    if (stretch.sequence->error()) return;
+    const Residency& residency = stretch.sequence->residency();
+    const SlotIndex slot = residency.slot(layer, BlockIndex(stretch.position / geometry.block_tokens));
     store_tokens(geometry, rows.k + stretch.row * width, rows.v + stretch.row * width, stretch.tokens,
-                 stretch.position % geometry.block_tokens, blocks.near().k(slot), blocks.near().v(slot));
+                 stretch.position % geometry.block_tokens, tiers_.near().k(slot), tiers_.near().v(slot));
   };
   if (tokens_.size() <= kSerialAppendRowsMax) {
     for (const Stretch& stretch : stretches_) store(stretch);
+  } else {
+    std::atomic<std::size_t> next = 0;
+    forward_.parallel([&](std::uint32_t) {
+      for (std::size_t i = next++; i < stretches_.size(); i = next++) store(stretches_[i]);
+    });
+  }
+  if (selects(layer)) add_digests(layer);
+}
+
+// Of the blocks that these rows have filled.
+void Step::add_digests(LayerIndex layer) {
+  for (const Work& work : std::span(work_).first(works_)) {
+    if (work.sequence->error()) continue;
+    Digests& digests = *work.sequence->digests();
+    const std::uint32_t full = (work.position + work.rows) / tiers_.geometry().block_tokens;
+    while (digests.blocks(layer) < full) {
+      const BlockIndex block(digests.blocks(layer));
+      digests.add(layer, tiers_.near().k(work.sequence->residency().slot(layer, block)));
+    }
+  }
+}
+
+// ---- select
+
+Candidates Step::candidates_at_position(std::uint32_t position) const {
+  return candidates_at(tiers_.plan(), tiers_.options().recent_tokens, position);
+}
+
+const float* Step::last_query(const Work& work, const float* q) const {
+  return q + (std::size_t{work.first_row} + work.rows - 1) * model_.hyperparameters().query_width();
+}
+
+// Ranks with this step's own queries, where the policy says so or nothing was ranked before.
+void Step::select(LayerIndex layer, const LayerRows& rows) {
+  rank_requests_.clear();
+  for (Work& work : std::span(work_).first(works_)) {
+    work.selecting = selects(layer) && work.rows == 1;
+    if (!work.selecting || work.sequence->error()) continue;
+    const bool own_query = policy_ == Policy::kReactive || policy_ == Policy::kOracle ||
+                           (policy_ == Policy::kPreviousLayer && layer.value == 0);
+    if (!own_query && work.sequence->selection(layer).valid) continue;
+    rank_requests_.push_back({.sequence = work.sequence,
+                              .layer = layer,
+                              .q = last_query(work, rows.q),
+                              .candidates = candidates_at_position(work.position)});
+  }
+  rank();
+  if (policy_ == Policy::kPreviousLayer) select_ahead(layer, rows);
+}
+
+void Step::rank() {
+  const std::uint32_t count = tiers_.plan().budget_blocks;
+  if (policy_ != Policy::kOracle) {
+    ranker_.rank(rank_requests_, count);
     return;
   }
-  std::atomic<std::size_t> next = 0;
-  forward_.parallel([&](std::uint32_t) {
-    for (std::size_t i = next++; i < stretches_.size(); i = next++) store(stretches_[i]);
+  for (const RankRequest& request : rank_requests_) ranker_.rank_by_attention(request, count, streamer_);
+}
+
+// The next layer's selection for this same step, from its query as this layer's input lets guess it.
+void Step::select_ahead(LayerIndex layer, const LayerRows& rows) {
+  const LayerIndex next(layer.value + 1);
+  if (next.value == model_.hyperparameters().layers || !selects(next)) return;
+  rank_requests_.clear();
+  for (const Work& work : std::span(work_).first(works_)) {
+    if (work.rows > 1 || work.sequence->error()) continue;
+    rank_requests_.push_back({.sequence = work.sequence,
+                              .layer = next,
+                              .q = last_query(work, rows.q_next),
+                              .candidates = candidates_at_position(work.position)});
+  }
+  rank();
+  for (Work& work : std::span(work_).first(works_)) {
+    if (work.rows == 1 && !work.sequence->error()) fetch_ahead(work, next, work.position, tiers_.step());
+  }
+}
+
+// ---- arrive
+
+void Step::list_blocks(Work& work, LayerIndex layer) const {
+  if (work.selecting) {
+    list_selected(tiers_.geometry(), candidates_at_position(work.position),
+                  work.sequence->selection(layer).blocks, work.position, work.list);
+  } else {
+    list_all(tiers_.geometry(), model_.hyperparameters().window[layer.value], work.position, work.rows,
+             work.list);
+  }
+}
+
+// Asks for what is missing, then waits for all of it. A group whose blocks have no room near, or that reads
+// everything once, is streamed instead.
+void Step::arrive(LayerIndex layer) {
+  for (Work& work : std::span(work_).first(works_)) {
+    work.streamed = false;
+    list_blocks(work, layer);
+    if (tiers_.tiered() && !work.sequence->error()) bring_near(work, layer);
+  }
+  if (!tiers_.tiered()) return;
+  Transfers& transfers = tiers_.transfers();
+  transfers.poll();
+  const auto waiting = [&](const Work& work) {
+    return !work.streamed && !work.sequence->error() && !all_readable(work, layer);
+  };
+  const PassTimer stall(stats_.stall_ns);
+  for (Work& work : std::span(work_).first(works_)) {
+    while (waiting(work)) {
+      if (transfers.wait()) continue;
+      transfers.note_deadline_missed();
+      work.sequence->residency().set_error(
+          {ErrorCode::kIo, fmt::format("{}: a read does not end", tiers_.far_description())});
+    }
+  }
+}
+
+void Step::bring_near(Work& work, LayerIndex layer) {
+  Residency& residency = work.sequence->residency();
+  std::uint32_t missing = 0;
+  for (const BlockIndex block : work.list.blocks) {
+    if (!work.list.needed(block)) continue;
+    if (!residency.want(layer, block, tiers_.step())) {
+      ++missing;
+    } else if (residency.state(layer, block) == SlotState::kLoading) {
+      tiers_.transfers().promote(residency, layer, block);
+      if (work.selecting) ++stats_.blocks_late;
+    }
+  }
+  if (work.selecting) {
+    stats_.blocks_attended += work.sequence->selection(layer).blocks.size();
+    stats_.blocks_missed += missing;
+  }
+  if (missing == 0) return;
+  work.streamed = !work.selecting || missing > residency.takeable(layer, tiers_.step());
+  if (work.streamed) return;
+  for (const BlockIndex block : work.list.blocks) {
+    if (residency.near(layer, block)) continue;
+    const auto slot = residency.try_take(layer, block, SlotState::kLoading, tiers_.step());
+    DD_CHECK(slot, "layer {} block {}", layer.value, block.value);
+    tiers_.transfers().read(residency, layer, block, work.sequence->page(block), Lane::kDemand);
+  }
+}
+
+bool Step::all_readable(const Work& work, LayerIndex layer) const {
+  const Residency& residency = work.sequence->residency();
+  return std::all_of(work.list.blocks.begin(), work.list.blocks.end(), [&](BlockIndex block) {
+    return !work.list.needed(block) || residency.readable(layer, block);
   });
 }
 
-void Step::attend(std::span<const StepGroup> groups, LayerIndex layer, const LayerRows& rows) {
+// ---- attend
+
+void Step::attend(LayerIndex layer, const LayerRows& rows) {
+  const std::size_t width = model_.hyperparameters().query_width();
+  if (tiers_.tiered()) open_streams(layer);
+  attend_near(layer, rows);
+  if (tiers_.tiered()) attend_streamed(layer, rows);
+  for (const Work& work : std::span(work_).first(works_)) {
+    if (work.sequence->error()) std::fill_n(rows.attention + work.first_row * width, work.rows * width, 0.0f);
+  }
+}
+
+AttentionGroup Step::attention_group(const Work& work, LayerIndex layer, const LayerRows& rows) const {
+  const std::size_t width = model_.hyperparameters().query_width();
+  return {.blocks = {},
+          .rows = work.rows,
+          .first_row_position = work.position,
+          .window = model_.hyperparameters().window[layer.value],
+          .q = rows.q + work.first_row * width,
+          .out = rows.attention + work.first_row * width,
+          .lse = nullptr};
+}
+
+KvBlockView Step::view_of(const Work& work, const Streamer::Piece& piece) const {
+  const std::uint32_t first = piece.block.value * shape_.block_tokens;
+  return {.k = piece.needed ? tiers_.near().k(piece.slot) : nullptr,
+          .v = piece.needed ? tiers_.near().v(piece.slot) : nullptr,
+          .first_position = first,
+          .tokens = std::min(shape_.block_tokens, work.position + work.rows - first)};
+}
+
+void Step::attend_near(LayerIndex layer, const LayerRows& rows) {
   views_.clear();
   attention_groups_.clear();
-  const std::size_t width = model_.hyperparameters().query_width();
-  std::size_t row = 0;
-  for (const StepGroup& group : groups) {
-    gather_blocks(group, layer);
-    attention_groups_.push_back({.blocks = {},
-                                 .rows = static_cast<std::uint32_t>(group.tokens.size()),
-                                 .first_row_position = group.sequence->tokens(),
-                                 .window = model_.hyperparameters().window[layer.value],
-                                 .q = rows.q + row * width,
-                                 .out = rows.attention + row * width,
-                                 .lse = nullptr});
-    row += group.tokens.size();
+  for (const Work& work : std::span(work_).first(works_)) {
+    if (work.streamed || work.sequence->error()) continue;
+    const Residency& residency = work.sequence->residency();
+    for (const BlockIndex block : work.list.blocks) {
+      const bool needed = work.list.needed(block);
+      views_.push_back(view_of(
+          work,
+          {.block = block, .slot = needed ? residency.slot(layer, block) : SlotIndex(), .needed = needed}));
+    }
+    attention_groups_.push_back(attention_group(work, layer, rows));
   }
+  if (attention_groups_.empty()) return;
   // The spans are made when views_ has stopped moving.
   std::size_t first = 0;
-  for (std::size_t i = 0; i < groups.size(); ++i) {
-    const KvGeometry& geometry = groups[i].sequence->blocks().geometry();
-    const std::size_t count = geometry.blocks_for(groups[i].sequence->tokens() + attention_groups_[i].rows);
-    attention_groups_[i].blocks = std::span(views_).subspan(first, count);
-    first += count;
+  std::size_t index = 0;
+  for (const Work& work : std::span(work_).first(works_)) {
+    if (work.streamed || work.sequence->error()) continue;
+    attention_groups_[index++].blocks = std::span(views_).subspan(first, work.list.blocks.size());
+    first += work.list.blocks.size();
   }
   attention_.plan(shape_, attention_groups_, forward_.threads());
   forward_.parallel([&](std::uint32_t thread) { attention_.run(thread); });
 }
 
-void Step::gather_blocks(const StepGroup& group, LayerIndex layer) {
-  const BlockTable& blocks = group.sequence->blocks();
-  const KvGeometry& geometry = blocks.geometry();
-  const std::uint32_t tokens = group.sequence->tokens() + static_cast<std::uint32_t>(group.tokens.size());
-  const std::uint32_t count = geometry.blocks_for(tokens);
-  for (BlockIndex block; block.value < count; ++block) {
-    const SlotIndex slot = blocks.slot(layer, block);
-    const std::uint32_t first = block.value * geometry.block_tokens;
-    views_.push_back({.k = blocks.near().k(slot),
-                      .v = blocks.near().v(slot),
-                      .first_position = first,
-                      .tokens = std::min(geometry.block_tokens, tokens - first)});
+void Step::open_streams(LayerIndex layer) {
+  for (std::size_t i = 0; i < works_; ++i) {
+    const Work& work = work_[i];
+    if (work.streamed && !work.streamed_ahead && !work.sequence->error())
+      streamer_.add(*work.sequence, i, layer, work.list);
   }
+  if (policy_ != Policy::kOracle) open_streams_ahead(LayerIndex(layer.value + 1));
+  streamer_.top_up();
+}
+
+// Of groups that will stream everything in the next layer: which blocks they read depends on no query, so the
+// first are read while this layer is computed.
+void Step::open_streams_ahead(LayerIndex layer) {
+  const std::uint32_t layers = model_.hyperparameters().layers - (attends_last_layer_ ? 0 : 1);
+  for (std::size_t i = 0; i < works_; ++i) {
+    Work& work = work_[i];
+    work.streamed_ahead = false;
+    if (layer.value >= layers || work.sequence->error()) continue;
+    if (work.rows == 1 && selects(layer)) continue;
+    list_all(tiers_.geometry(), model_.hyperparameters().window[layer.value], work.position, work.rows,
+             list_ahead_);
+    const Residency& residency = work.sequence->residency();
+    work.streamed_ahead =
+        std::any_of(list_ahead_.blocks.begin(), list_ahead_.blocks.end(),
+                    [&](BlockIndex b) { return list_ahead_.needed(b) && !residency.near(layer, b); });
+    if (work.streamed_ahead) streamer_.add(*work.sequence, i, layer, list_ahead_);
+  }
+}
+
+// Segment by segment: the next one is read while this one is attended to.
+void Step::attend_streamed(LayerIndex layer, const LayerRows& rows) {
+  while (true) {
+    const Streamer::Segment* segment = nullptr;
+    {
+      const PassTimer stall(stats_.stall_ns);
+      segment = streamer_.wait_front(layer);
+    }
+    if (segment == nullptr) break;
+    if (!segment->sequence->error()) attend_segment(*segment, rows);
+    streamer_.pop();
+  }
+  stats_.bytes_streamed = streamer_.bytes_staged();
+}
+
+void Step::attend_segment(const Streamer::Segment& segment, const LayerRows& rows) {
+  const Work& work = work_[segment.group];
+  views_.clear();
+  for (const Streamer::Piece& piece : segment.pieces) views_.push_back(view_of(work, piece));
+  AttentionGroup group = attention_group(work, segment.layer, rows);
+  group.blocks = views_;
+  group.carry = {
+      .max = carry_max_.data(), .sum = carry_sum_.data(), .resume = !segment.first, .more = !segment.last};
+  attention_.plan(shape_, std::span(&group, 1), forward_.threads());
+  forward_.parallel([&](std::uint32_t thread) { attention_.run(thread); });
+}
+
+// ---- predict
+
+// Ranks with this step's queries for the next step, and starts its reads: they have until this layer's next
+// attention.
+void Step::predict(LayerIndex layer, const LayerRows& rows) {
+  if (!selects(layer) || (policy_ != Policy::kPrevious && policy_ != Policy::kLastSet)) return;
+  rank_requests_.clear();
+  for (const Work& work : std::span(work_).first(works_)) {
+    Selection& selection = work.sequence->selection(layer);
+    const bool asked = work.rows == 1 || work.wants_logits;  // another chunk would not use it
+    if (!asked || work.sequence->error()) continue;
+    const Candidates candidates = candidates_at_position(work.position + work.rows);
+    if (policy_ == Policy::kLastSet && selection.valid && ++selection.age < kLastSetSteps) {
+      selection.extend(candidates.end);
+      continue;
+    }
+    rank_requests_.push_back(
+        {.sequence = work.sequence, .layer = layer, .q = last_query(work, rows.q), .candidates = candidates});
+  }
+  rank();
+  for (Work& work : std::span(work_).first(works_)) {
+    if ((work.rows == 1 || work.wants_logits) && !work.sequence->error())
+      fetch_ahead(work, layer, work.position + work.rows, tiers_.step() + 1);
+  }
+}
+
+// Starts the reads of a selection for an attention at `position` in `step`, if there is room for all of it.
+void Step::fetch_ahead(Work& work, LayerIndex layer, std::uint32_t position, std::uint64_t step) {
+  keep_near(work, position, layer, step);
+  Residency& residency = work.sequence->residency();
+  const Selection& selection = work.sequence->selection(layer);
+  if (selection.blocks.size() > tiers_.plan().near_slots) return;
+  const auto missing =
+      static_cast<std::uint32_t>(std::count_if(selection.blocks.begin(), selection.blocks.end(),
+                                               [&](BlockIndex b) { return !residency.near(layer, b); }));
+  // One slot more: the next token may begin a block.
+  if (missing == 0 || missing + 1 > residency.takeable(layer, step)) return;
+  for (const BlockIndex block : selection.blocks) {
+    if (residency.near(layer, block)) continue;
+    const auto slot = residency.try_take(layer, block, SlotState::kLoading, step);
+    DD_CHECK(slot, "layer {} block {}", layer.value, block.value);
+    tiers_.transfers().read(residency, layer, block, work.sequence->page(block), Lane::kPredicted);
+    ++stats_.blocks_predicted;
+  }
+  tiers_.transfers().poll();
+}
+
+// ---- retire
+
+void Step::retire() {
+  for (const Work& work : std::span(work_).first(works_)) {
+    if (work.sequence->error()) continue;
+    work.sequence->commit(work.rows);
+    work.sequence->write_full_pages();
+  }
+  if (tiers_.tiered()) tiers_.transfers().poll();
 }
 
 }  // namespace dualdecoder

@@ -1,8 +1,12 @@
 // One step: new rows of one or many sequences through all layers. Read step.cc's run() as the list of its
 // passes (docs/design.md, "The step").
 //
-// Here every block is near, so the passes that move blocks between the tiers do not exist yet; they come
-// between `append` and `attend`. Owned by the engine thread; append and attend use ggml's threads.
+// Rows of a group with several tokens (a prompt) attend to everything; so do all rows of a layer that keeps
+// or streams everything. A single row of a selecting layer attends to its window and the selection.
+//
+// A sequence whose transfers fail gets an error (Sequence::error) and zeros for attention; its rows stay in
+// the step, are not committed, and disturb no other. Owned by the engine thread; append, attend and rank use
+// ggml's threads.
 #pragma once
 
 #include <array>
@@ -11,7 +15,10 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "decode/block_list.h"
+#include "decode/ranker.h"
 #include "decode/sequence.h"
+#include "decode/streamer.h"
 #include "model/forward.h"
 
 namespace dualdecoder {
@@ -25,28 +32,37 @@ struct StepGroup {
   LogitsWanted logits = LogitsWanted::kLast;
 };
 
-enum class Pass { kProject, kAppend, kAttend, kFinish };
-inline constexpr std::size_t kPasses = 4;
-inline constexpr std::array<const char*, kPasses> kPassNames = {"project", "append", "attend", "finish"};
+enum class Pass { kBegin, kProject, kAppend, kSelect, kArrive, kAttend, kPredict, kFinish, kRetire };
+inline constexpr std::size_t kPasses = 9;
+inline constexpr std::array<const char*, kPasses> kPassNames = {
+    "begin", "project", "append", "select", "arrive", "attend", "predict", "finish", "retire"};
+
+/// Counted over all steps since the start. Blocks are those beside the window, of selecting layers and single
+/// rows.
+struct StepStats {
+  std::uint64_t steps = 0;
+  std::uint64_t blocks_attended = 0;
+  std::uint64_t blocks_missed = 0;     // neither near nor on their way when they were needed
+  std::uint64_t blocks_late = 0;       // on their way
+  std::uint64_t blocks_predicted = 0;  // asked for ahead of the need
+  std::uint64_t bytes_streamed = 0;    // through staging
+  std::uint64_t stall_ns = 0;          // waiting for the far tier
+};
 
 class Step {
  public:
-  Step(const Model& model, Forward& forward);
+  Step(const Model& model, Forward& forward, Tiers& tiers);
 
-  /// Computes and commits all rows. The sequences' block tables have room for them. Returns the wanted
-  /// logits, [wanted rows, vocabulary] in the order of the groups, valid until the next run; null when none
-  /// are wanted.
+  /// Computes and commits all rows. The sequences have pages for them. Returns the wanted logits, [wanted
+  /// rows, vocabulary] in the order of the groups, valid until the next run; null when none are wanted.
   const float* run(std::span<const StepGroup> groups);
 
   /// Nanoseconds spent in each pass since the start.
   const std::array<std::uint64_t, kPasses>& pass_ns() const { return pass_ns_; }
+  const StepStats& stats() const { return stats_; }
+  std::size_t carry_bytes() const { return (carry_max_.size() + carry_sum_.size()) * sizeof(float); }
 
  private:
-  void begin(std::span<const StepGroup> groups);
-  void append(LayerIndex layer, const LayerRows& rows);
-  void attend(std::span<const StepGroup> groups, LayerIndex layer, const LayerRows& rows);
-  void gather_blocks(const StepGroup& group, LayerIndex layer);
-
   // A run of tokens that fall into one block, for append.
   struct Stretch {
     const Sequence* sequence = nullptr;
@@ -54,20 +70,74 @@ class Step {
     std::uint32_t position = 0;  // of that row
     std::uint32_t tokens = 0;
   };
+  // One group in this step, and in the present layer.
+  struct Work {
+    Sequence* sequence = nullptr;
+    std::uint32_t first_row = 0;
+    std::uint32_t rows = 0;
+    std::uint32_t position = 0;  // of the first row
+    bool wants_logits = false;
+    bool selecting = false;
+    bool streamed = false;
+    bool streamed_ahead = false;  // asked for while the layer before was computed
+    BlockList list;
+  };
+
+  void begin(std::span<const StepGroup> groups);
+  void begin_rows(const StepGroup& group, Work& work);
+  void keep_near(const Work& work, std::uint32_t position, LayerIndex layer, std::uint64_t step) const;
+  void append(LayerIndex layer, const LayerRows& rows);
+  void add_digests(LayerIndex layer);
+  void select(LayerIndex layer, const LayerRows& rows);
+  void select_ahead(LayerIndex layer, const LayerRows& rows);
+  void arrive(LayerIndex layer);
+  void list_blocks(Work& work, LayerIndex layer) const;
+  void bring_near(Work& work, LayerIndex layer);
+  bool all_readable(const Work& work, LayerIndex layer) const;
+  void attend(LayerIndex layer, const LayerRows& rows);
+  void attend_near(LayerIndex layer, const LayerRows& rows);
+  void open_streams(LayerIndex layer);
+  void open_streams_ahead(LayerIndex layer);
+  void attend_streamed(LayerIndex layer, const LayerRows& rows);
+  void attend_segment(const Streamer::Segment& segment, const LayerRows& rows);
+  AttentionGroup attention_group(const Work& work, LayerIndex layer, const LayerRows& rows) const;
+  KvBlockView view_of(const Work& work, const Streamer::Piece& piece) const;
+  void predict(LayerIndex layer, const LayerRows& rows);
+  void fetch_ahead(Work& work, LayerIndex layer, std::uint32_t position, std::uint64_t step);
+  void retire();
+  void rank();
+
+  bool selects(LayerIndex layer) const {
+    return tiers_.layer(layer).kind == LayerKind::kSelecting && policy_ != Policy::kFull;
+  }
+  const float* last_query(const Work& work, const float* q) const;
+  Candidates candidates_at_position(std::uint32_t position) const;
 
   const Model& model_;
   Forward& forward_;
+  Tiers& tiers_;
+  Policy policy_;
   AttentionShape shape_;
   AttentionBatch attention_;
+  Streamer streamer_;
+  Ranker ranker_;
   std::array<std::uint64_t, kPasses> pass_ns_{};
+  StepStats stats_;
+  bool attends_last_layer_ = true;
 
   // Reused from step to step.
   std::vector<TokenId> tokens_;
   std::vector<std::uint32_t> positions_;
   std::vector<std::uint32_t> output_rows_;
   std::vector<Stretch> stretches_;
+  std::vector<Work> work_;
+  std::size_t works_ = 0;  // of work_, in this step
+  BlockList list_ahead_;
   std::vector<KvBlockView> views_;
   std::vector<AttentionGroup> attention_groups_;
+  std::vector<RankRequest> rank_requests_;
+  std::vector<float> carry_max_;  // [rows, heads] of the group that is being streamed
+  std::vector<float> carry_sum_;
 };
 
 }  // namespace dualdecoder

@@ -19,8 +19,13 @@ using LayerIndex = StrongInt<struct LayerIndexTag>;
 using BlockIndex = StrongInt<struct BlockIndexTag>;
 /// A block-sized place in the near tier.
 using SlotIndex = StrongInt<struct SlotIndexTag>;
+/// A place in the far tier for the blocks of all layers for the same tokens.
+using PageIndex = StrongInt<struct PageIndexTag>;
 
 using f16_bits = std::uint16_t;
+
+/// Blocks begin at multiples of this in both tiers, so that direct I/O can move them.
+inline constexpr std::size_t kBlockAlignment = 4096;
 
 struct KvGeometry {
   std::uint32_t layers = 0;
@@ -33,6 +38,11 @@ struct KvGeometry {
   /// f16 values of K (or of V) of one block.
   std::size_t half_block_elements() const { return head_block_elements() * kv_heads; }
   std::size_t block_bytes() const { return 2 * half_block_elements() * sizeof(f16_bits); }
+  /// A block with the padding behind it: what a slot takes, and what is moved.
+  std::size_t slot_bytes() const {
+    return (block_bytes() + kBlockAlignment - 1) / kBlockAlignment * kBlockAlignment;
+  }
+  std::size_t page_bytes() const { return slot_bytes() * layers; }
   /// Bytes of one token's K and V over all layers.
   std::size_t token_bytes() const { return block_bytes() / block_tokens * layers; }
   std::uint32_t blocks_for(std::uint32_t tokens) const {

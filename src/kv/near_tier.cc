@@ -1,6 +1,8 @@
 #include "kv/near_tier.h"
 
+#include <algorithm>
 #include <cerrno>
+#include <cstring>
 
 #include <sys/mman.h>
 
@@ -9,8 +11,38 @@
 
 namespace dualdecoder {
 
-Result<std::unique_ptr<NearTier>> NearTier::create(const KvGeometry& geometry, std::uint32_t slots) {
-  std::unique_ptr<NearTier> tier(new NearTier(geometry, slots));
+// The slots of one index lie together over all layers, so that a page's blocks are neighbours as long as
+// every layer keeps them, and little memory is touched for a short sequence.
+NearTier::NearTier(const NearTierOptions& options) : options_(options) {
+  const std::vector<std::uint32_t>& layer_slots = options_.layer_slots;
+  DD_CHECK(layer_slots.size() == options_.geometry.layers);
+  std::uint32_t first = 0;
+  for (const std::uint32_t count : layer_slots) {
+    layer_first_.push_back(first);
+    first += count;
+  }
+  slot_table_.resize(first);
+  const std::uint32_t most = *std::max_element(layer_slots.begin(), layer_slots.end());
+  for (std::uint32_t index = 0; index < most; ++index) {
+    for (std::size_t layer = 0; layer < layer_slots.size(); ++layer) {
+      if (index < layer_slots[layer]) slot_table_[layer_first_[layer] + index] = share_slots_++;
+    }
+  }
+  for (std::uint32_t share = options_.shares; share > 0; --share)
+    free_shares_.push_back(ShareIndex(share - 1));
+  share_taken_.assign(options_.shares, false);
+}
+
+Result<std::unique_ptr<NearTier>> NearTier::create(const NearTierOptions& options) {
+  std::uint64_t slots = options.staging_slots;
+  for (const std::uint32_t count : options.layer_slots) slots += std::uint64_t{count} * options.shares;
+  if (slots > UINT32_MAX) {
+    return fail(ErrorCode::kInvalidArgument,
+                "a near tier of {} blocks is too large; lower the context (-c) or use larger blocks "
+                "(--block-size)",
+                slots);
+  }
+  std::unique_ptr<NearTier> tier(new NearTier(options));
   const std::size_t bytes = tier->bytes_capacity();
   void* arena =
       mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -19,10 +51,8 @@ Result<std::unique_ptr<NearTier>> NearTier::create(const KvGeometry& geometry, s
                 bytes, errno_text(errno));
   }
   madvise(arena, bytes, MADV_HUGEPAGE);  // fewer page faults and TLB misses; only a hint
-  tier->arena_ = static_cast<f16_bits*>(arena);
-  tier->in_use_.assign(slots, false);
-  tier->free_.reserve(slots);
-  for (std::uint32_t slot = slots; slot > 0; --slot) tier->free_.push_back(SlotIndex(slot - 1));
+  tier->arena_ = static_cast<std::byte*>(arena);
+  if (options.poison) std::memset(arena, 0xff, bytes);
   return tier;
 }
 
@@ -30,18 +60,25 @@ NearTier::~NearTier() {
   if (arena_ != nullptr) munmap(arena_, bytes_capacity());
 }
 
-std::optional<SlotIndex> NearTier::try_take() {
-  if (free_.empty()) return std::nullopt;
-  const SlotIndex slot = free_.back();
-  free_.pop_back();
-  in_use_[slot.value] = true;
-  return slot;
+std::optional<ShareIndex> NearTier::try_take_share() {
+  if (free_shares_.empty()) return std::nullopt;
+  const ShareIndex share = free_shares_.back();
+  free_shares_.pop_back();
+  share_taken_[share.value] = true;
+  return share;
 }
 
-void NearTier::give_back(SlotIndex slot) {
-  DD_CHECK(slot.value < slots_ && in_use_[slot.value], "slot {} of {}", slot.value, slots_);
-  in_use_[slot.value] = false;
-  free_.push_back(slot);
+void NearTier::give_back_share(ShareIndex share) {
+  DD_CHECK(share.value < options_.shares && share_taken_[share.value], "share {} of {}", share.value,
+           options_.shares);
+  share_taken_[share.value] = false;
+  free_shares_.push_back(share);
+}
+
+void NearTier::note_freed(SlotIndex slot) {
+  DD_CHECK(slots_in_use_ > 0);
+  --slots_in_use_;
+  if (options_.poison) std::memset(data(slot), 0xff, geometry().slot_bytes());
 }
 
 }  // namespace dualdecoder

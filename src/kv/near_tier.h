@@ -1,14 +1,18 @@
-// The near tier: a fixed arena of block-sized slots in fast memory. Address space for all slots is taken at
-// start; the system gives memory when a slot is first written, so what is resident is the most that has been
-// in use so far, never above the arena.
+// The near tier: one fixed arena of block-sized slots in fast memory, 4 KiB-aligned. Most slots belong to
+// shares, one share for each sequence: in it every layer has a fixed number of slots, so that no sequence can
+// take another's. The rest is staging, through which older KV streams.
 //
-// A slot is free or in use; take() and give_back() are the only transitions. Owned by the engine thread; the
-// attention threads read and write slot contents while the engine thread waits for them.
+// Address space for all slots is taken at start; the system gives memory when a slot is first written, so
+// what is resident is the most that has been in use so far, never above the arena. Which slot holds what is
+// kv/residency.h. Owned by the engine thread; the attention threads and the far tier's port read and write
+// slot contents while the engine thread leaves them alone.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "base/error.h"
@@ -16,36 +20,64 @@
 
 namespace dualdecoder {
 
+using ShareIndex = StrongInt<struct ShareIndexTag>;
+
+struct NearTierOptions {
+  KvGeometry geometry = {};
+  std::vector<std::uint32_t> layer_slots;  // [layer], of one share
+  std::uint32_t shares = 1;
+  std::uint32_t staging_slots = 0;
+  /// For tests: what is no longer valid is overwritten with NaN, so that reading it shows.
+  bool poison = false;
+};
+
 class NearTier {
  public:
-  static Result<std::unique_ptr<NearTier>> create(const KvGeometry& geometry, std::uint32_t slots);
+  static Result<std::unique_ptr<NearTier>> create(const NearTierOptions& options);
   ~NearTier();
   NearTier(const NearTier&) = delete;
   NearTier& operator=(const NearTier&) = delete;
 
-  const KvGeometry& geometry() const { return geometry_; }
-  std::uint32_t slots() const { return slots_; }
-  std::uint32_t slots_free() const { return static_cast<std::uint32_t>(free_.size()); }
-  std::size_t bytes_in_use() const { return std::size_t{slots_ - slots_free()} * geometry_.block_bytes(); }
-  std::size_t bytes_capacity() const { return std::size_t{slots_} * geometry_.block_bytes(); }
+  const KvGeometry& geometry() const { return options_.geometry; }
+  std::uint32_t layer_slots(LayerIndex layer) const { return options_.layer_slots[layer.value]; }
+  std::uint32_t staging_slots() const { return options_.staging_slots; }
 
-  /// Nothing when all slots are in use. The contents are what the last owner left.
-  std::optional<SlotIndex> try_take();
-  void give_back(SlotIndex slot);
+  /// Nothing when every share is taken.
+  std::optional<ShareIndex> try_take_share();
+  void give_back_share(ShareIndex share);
 
-  f16_bits* k(SlotIndex slot) const {
-    return arena_ + std::size_t{slot.value} * 2 * geometry_.half_block_elements();
+  /// The index-th slot of a layer, index < layer_slots(layer).
+  SlotIndex slot(ShareIndex share, LayerIndex layer, std::uint32_t index) const {
+    return SlotIndex(share.value * share_slots_ + slot_table_[layer_first_[layer.value] + index]);
   }
-  f16_bits* v(SlotIndex slot) const { return k(slot) + geometry_.half_block_elements(); }
+  SlotIndex staging_slot(std::uint32_t index) const {
+    return SlotIndex(options_.shares * share_slots_ + index);
+  }
+  f16_bits* k(SlotIndex slot) const { return reinterpret_cast<f16_bits*>(data(slot)); }
+  f16_bits* v(SlotIndex slot) const { return k(slot) + geometry().half_block_elements(); }
+  /// slot_bytes() of the geometry.
+  std::byte* data(SlotIndex slot) const { return arena_ + std::size_t{slot.value} * geometry().slot_bytes(); }
+  std::span<std::byte> arena() const { return {arena_, bytes_capacity()}; }
+
+  std::size_t bytes_capacity() const { return std::size_t{slots()} * geometry().slot_bytes(); }
+  std::size_t bytes_in_use() const { return std::size_t{slots_in_use_} * geometry().slot_bytes(); }
+  std::uint32_t slots() const { return options_.shares * share_slots_ + options_.staging_slots; }
+
+  /// Bookkeeping of kv/residency.h: a slot came into use, or its contents are no longer wanted.
+  void note_taken() { ++slots_in_use_; }
+  void note_freed(SlotIndex slot);
 
  private:
-  NearTier(const KvGeometry& geometry, std::uint32_t slots) : geometry_(geometry), slots_(slots) {}
+  explicit NearTier(const NearTierOptions& options);
 
-  KvGeometry geometry_;
-  std::uint32_t slots_;
-  f16_bits* arena_ = nullptr;
-  std::vector<SlotIndex> free_;  // a stack: the slot given back last is the warmest
-  std::vector<bool> in_use_;     // catches a slot given back twice
+  NearTierOptions options_;
+  std::uint32_t share_slots_ = 0;
+  std::vector<std::uint32_t> slot_table_;  // [layer, index] -> slot within the share
+  std::vector<std::uint32_t> layer_first_;
+  std::byte* arena_ = nullptr;
+  std::vector<ShareIndex> free_shares_;  // a stack: the share given back last is the warmest
+  std::vector<bool> share_taken_;        // catches a share given back twice
+  std::uint32_t slots_in_use_ = 0;
 };
 
 }  // namespace dualdecoder

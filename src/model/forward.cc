@@ -34,6 +34,7 @@ struct Forward::Places {
   ggml_backend_buffer_ptr buffer;
   std::byte* x[2] = {};              // f32 [rows_max, embedding]
   std::byte* q = nullptr;            // f32 [rows_max, heads, head_dim]
+  std::byte* q_next = nullptr;       // the same; null unless asked for
   std::byte* k = nullptr;            // f32 [rows_max, kv_heads, head_dim]
   std::byte* v = nullptr;            // f32 [rows_max, kv_heads, head_dim]
   std::byte* attention = nullptr;    // f32 [rows_max, heads, head_dim]
@@ -100,6 +101,7 @@ Status Forward::allocate() {
   const std::size_t x0 = reserve(rows * shape.embedding);
   const std::size_t x1 = reserve(rows * shape.embedding);
   const std::size_t q = reserve(rows * shape.query_width());
+  const std::size_t q_next = reserve(options_.next_query ? rows * shape.query_width() : 0);
   const std::size_t k = reserve(rows * shape.kv_width());
   const std::size_t v = reserve(rows * shape.kv_width());
   const std::size_t attention = reserve(rows * shape.query_width());
@@ -115,6 +117,7 @@ Status Forward::allocate() {
   places_->x[0] = base + x0;
   places_->x[1] = base + x1;
   places_->q = base + q;
+  places_->q_next = options_.next_query ? base + q_next : nullptr;
   places_->k = base + k;
   places_->v = base + v;
   places_->attention = base + attention;
@@ -177,7 +180,9 @@ void Forward::begin(std::span<const TokenId> tokens, std::span<const std::uint32
 
 LayerRows Forward::project(LayerIndex layer) {
   run(current_->layers[layer.value]);
+  const bool last = layer.value + 1 == model_.hyperparameters().layers;
   return {.q = reinterpret_cast<const float*>(places_->q),
+          .q_next = last ? nullptr : reinterpret_cast<const float*>(places_->q_next),
           .k = reinterpret_cast<const float*>(places_->k),
           .v = reinterpret_cast<const float*>(places_->v),
           .attention = reinterpret_cast<float*>(places_->attention)};
@@ -269,6 +274,12 @@ void Forward::build_layer(Graphs& graphs, LayerIndex layer) {
   ggml_cgraph* graph = ggml_new_graph_custom(graphs.context.get(), kGraphNodesMax, false);
   for (ggml_tensor* result : {x, projection.q, projection.k, projection.v})
     ggml_build_forward_expand(graph, result);
+  const LayerIndex next(layer.value + 1);
+  if (options_.next_query && next.value < model_.hyperparameters().layers) {
+    ggml_tensor* q_next = architecture.project(builder, next, x).q;
+    places_->put(q_next, places_->q_next);
+    ggml_build_forward_expand(graph, q_next);
+  }
   graphs.layers.push_back(graph);
 }
 

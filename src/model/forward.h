@@ -32,11 +32,14 @@ struct ForwardOptions {
   std::uint32_t rows_max = 512;     // of one step
   std::uint32_t outputs_max = 512;  // rows of one step that want logits
   bool batch_invariant = false;
+  bool next_query = false;  // LayerRows::q_next
 };
 
 /// In host memory, valid until the next begin(). Rows in the order of begin().
 struct LayerRows {
-  const float* q = nullptr;    // [rows, heads, head_dim]
+  const float* q = nullptr;  // [rows, heads, head_dim]
+  /// The next layer's query weights on this layer's input: a guess of that layer's q. Null in the last layer.
+  const float* q_next = nullptr;
   const float* k = nullptr;    // [rows, kv_heads, head_dim]
   const float* v = nullptr;    // [rows, kv_heads, head_dim]
   float* attention = nullptr;  // [rows, heads, head_dim], to be written before the next project() or logits()
@@ -58,6 +61,7 @@ class Forward {
   /// Runs fn(thread) for thread = 0 .. threads - 1 on ggml's threads and returns when all are done.
   void parallel(const std::function<void(std::uint32_t)>& fn);
 
+  std::uint32_t rows_max() const { return options_.rows_max; }
   std::uint32_t threads() const { return options_.threads; }
   /// Steps of at most this many rows are batch-invariant when asked for; larger ones use ggml's products for
   /// many rows.

@@ -16,7 +16,11 @@ class Reader {
   void f32(const char* key, float& value) { keep(file_.f32(prefix_ + key), value); }
   void f32_or(const char* key, float& value) { keep(file_.f32_or(prefix_ + key, value), value); }
   void string_or(const char* key, std::string& value) { keep(file_.string_or(prefix_ + key, value), value); }
-  bool has(const char* key) const { return file_.has(prefix_ + key); }
+  /// For keys that converters write always: a model without one may be meant otherwise.
+  template <typename T>
+  void note_missing(const char* key, const T& assumed, std::vector<std::string>& notes) const {
+    if (!file_.has(prefix_ + key)) notes.push_back(fmt::format("{}{} = {}", prefix_, key, assumed));
+  }
   Status status() const { return status_; }
 
  private:
@@ -53,6 +57,7 @@ Status read_rotary(Reader& reader, const GgufFile& file, Hyperparameters& model)
     return fail(ErrorCode::kUnsupported,
                 "{}: rotary scaling \"{}\" is not supported (none, linear, yarn are)", file.path(), scaling);
   }
+  reader.note_missing("rope.freq_base", rotary.base, model.assumed);
   rotary.frequency_scale = scaling == "none" || factor == 0.0f ? 1.0f : 1.0f / factor;
   rotary.extrapolation = scaling == "yarn" ? 1.0f : 0.0f;
   return {};
@@ -120,6 +125,7 @@ Result<Hyperparameters> read_hyperparameters(const GgufFile& file) {
   std::uint32_t experts = 0;
   reader.u32_or("expert_count", experts);
   if (Status status = reader.status(); !status) return std::unexpected(status.error());
+  reader.note_missing("attention.head_count_kv", model.kv_heads, model.assumed);
 
   if (experts > 0) {
     return fail(ErrorCode::kUnsupported, "{}: a mixture of {} experts is not supported", file.path(),
@@ -132,6 +138,10 @@ Result<Hyperparameters> read_hyperparameters(const GgufFile& file) {
   const auto vocabulary = file.array_length("tokenizer.ggml.tokens", GGUF_TYPE_STRING);
   if (!vocabulary) return std::unexpected(vocabulary.error());
   model.vocabulary = static_cast<std::uint32_t>(*vocabulary);
+  for (const char* key : {"tokenizer.ggml.pre", "tokenizer.ggml.token_type", "tokenizer.ggml.bos_token_id",
+                          "tokenizer.ggml.eos_token_id"}) {
+    if (!file.has(key)) model.assumed.push_back(fmt::format("{} = libllama's default", key));
+  }
   if (Status status = read_rotary(reader, file, model); !status) return std::unexpected(status.error());
   if (Status status = check_shape(file, model); !status) return std::unexpected(status.error());
 

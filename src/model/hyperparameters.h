@@ -41,6 +41,7 @@ struct Hyperparameters {
   float final_softcap = 0.0f;  // 0: none
   RotaryParameters rotary;
   std::vector<std::uint32_t> window;  // per layer: tokens a row sees, its own included; 0: all
+  std::vector<std::string> assumed;   // "key = value" of keys that a file should have and does not
 
   std::uint32_t query_width() const { return heads * head_dim; }
   std::uint32_t kv_width() const { return kv_heads * head_dim; }

@@ -1,5 +1,10 @@
 #include "model/model.h"
 
+#include <algorithm>
+#include <span>
+
+#include "base/hash.h"
+
 namespace dualdecoder {
 
 Result<std::unique_ptr<Model>> Model::load(const std::string& path,
@@ -31,6 +36,13 @@ Result<std::unique_ptr<Model>> Model::load(const std::string& path,
   model->architecture_->bind(*model->weights_, model->hyperparameters_);
   if (Status status = model->weights_->load(progress); !status) return std::unexpected(status.error());
   return model;
+}
+
+std::uint64_t Model::weights_hash() const {
+  const MappedFile& mapping = file_->mapping();
+  std::size_t first = mapping.bytes();
+  for (const GgufTensor& tensor : file_->tensors()) first = std::min(first, tensor.offset);
+  return hash_bytes(std::span(mapping.data(), mapping.bytes()).subspan(first));
 }
 
 }  // namespace dualdecoder

@@ -26,6 +26,8 @@ class Model {
   const Architecture& architecture() const { return *architecture_; }
   const Vocabulary& vocabulary() const { return *vocabulary_; }
   const Weights& weights() const { return *weights_; }
+  /// XXH3 of the file's tensor data. Reads all of it.
+  std::uint64_t weights_hash() const;
   const std::string& path() const { return file_->path(); }
 
  private:

@@ -1,6 +1,6 @@
 // A port moves bytes between near slots and the far tier without making the caller wait: the one seam to
-// everything slow. It knows offsets and buffers, not blocks, and decides nothing: what to move, in which order
-// and how much at once is the planner's (transfer/transfers.h).
+// everything slow. It knows offsets and buffers, not blocks, and decides nothing: what to move, in which
+// order and how much at once is the planner's (transfer/transfers.h).
 //
 // Ports: memory (host_port.h), a file (file_port.h: io_uring, or threads where that is refused), and a
 // simulated one with a virtual clock and faults (simulated_port.h). Used by one thread.
@@ -36,8 +36,8 @@ struct Copy {
 
 struct Completion {
   std::uint64_t tag = 0;
-  /// 0, or the errno that ended it. A copy that moved less than was asked for without an errno is continued by
-  /// the port; one that reaches the end of the file is EIO.
+  /// 0, or the errno that ended it. A copy that moved less than was asked for without an errno is continued
+  /// by the port; one that reaches the end of the file is EIO.
   int error = 0;
 };
 
@@ -47,8 +47,8 @@ class Port {
 
   /// Copies in flight at most.
   virtual std::uint32_t depth() const = 0;
-  /// Starts a copy; returns without waiting for it. The caller keeps at most depth() in flight, and leaves the
-  /// near memory alone until the completion. Copies complete in any order.
+  /// Starts a copy; returns without waiting for it. The caller keeps at most depth() in flight, and leaves
+  /// the near memory alone until the completion. Copies complete in any order.
   virtual void submit(const Copy& copy) = 0;
   /// Hands over what is still held back for a common system call. poll() and wait() do it too.
   virtual void flush() = 0;

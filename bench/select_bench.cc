@@ -1,0 +1,238 @@
+// Choosing blocks by their digests: the exact scan against the groups, in f16 and int8, on one thread.
+//
+// The shape is SmolLM2-135M's: 9 query heads, 3 KV heads of 64, 30 layers with digests of their own, 32
+// blocks chosen. Keys wander smoothly from token to token, queries stand near some of them and are new in
+// each round. Before each round as much memory is read as a model's weights take, so that digests come from
+// memory as they do between two steps. Printed are medians over the rounds, per layer and for all layers;
+// recall is that of the exact scan's blocks.
+//
+//   select_bench [--quick] [--target NAME] [--rounds N] [--count N]
+#include <algorithm>
+#include <charconv>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <random>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "attention/f16.h"
+#include "base/check.h"
+#include "select/score.h"
+#include "select/select.h"
+
+namespace dualdecoder {
+namespace {
+
+struct Options {
+  bool quick = false;
+  std::uint32_t rounds = 15;
+  std::uint32_t count = 32;
+  std::string target = score_targets().front();
+};
+
+constexpr std::uint32_t kHeads = 9;
+constexpr std::uint32_t kKvHeads = 3;
+constexpr std::uint32_t kHeadDim = 64;
+constexpr std::uint32_t kBlockTokens = 32;
+constexpr float kCorrelation = 0.998f;  // of a key with that of the token before
+constexpr float kNoise = 0.5f;          // of a query around its key
+constexpr std::size_t kWeightBytes = std::size_t{128} << 20;
+
+/// Digests of all layers, and one key of each block to ask for.
+class Data {
+ public:
+  Data(std::uint32_t layers, std::uint32_t blocks, const DigestOptions& options)
+      : layers_(layers), blocks_(blocks) {
+    const KvGeometry geometry = {
+        .layers = layers, .kv_heads = kKvHeads, .head_dim = kHeadDim, .block_tokens = kBlockTokens};
+    auto created = Digests::create(geometry, options, blocks);
+    DD_CHECK(created.has_value(), "{}", created.error().message);
+    digests = std::move(*created);
+    constexpr std::size_t kVectors = kKvHeads * kHeadDim;
+    keys_.resize(std::size_t{layers} * blocks * kVectors);
+    std::vector<f16_bits> k(geometry.half_block_elements());
+    std::vector<float> walk(kVectors);
+    // A table of normal numbers: drawing each would take longer than all measurements.
+    std::vector<float> noise(std::size_t{1} << 16);
+    for (float& x : noise) x = normal_(random_);
+    const float step = std::sqrt(1 - kCorrelation * kCorrelation);
+    for (LayerIndex layer(0); layer.value < layers; ++layer) {
+      for (float& x : walk) x = normal_(random_);
+      for (std::uint32_t block = 0; block < blocks; ++block) {
+        for (std::uint32_t t = 0; t < kBlockTokens; ++t) {
+          const std::size_t at = random_() % (noise.size() - kVectors);
+          for (std::size_t d = 0; d < kVectors; ++d) {
+            walk[d] = kCorrelation * walk[d] + step * noise[at + d];
+            k[d * kBlockTokens + t] = f16_from_float(walk[d]);
+          }
+        }
+        std::copy(walk.begin(), walk.end(), key(layer, block));
+        digests->add(layer, k.data());
+      }
+    }
+  }
+
+  std::unique_ptr<Digests> digests;
+  std::vector<float> q;  // [layer, heads, head_dim]
+
+  void draw_queries() {
+    q.clear();
+    for (LayerIndex layer(0); layer.value < layers_; ++layer) {
+      for (std::uint32_t head = 0; head < kHeads; ++head) {
+        const float* const from = key(layer, random_() % blocks_) + head / (kHeads / kKvHeads) * kHeadDim;
+        for (std::uint32_t d = 0; d < kHeadDim; ++d) q.push_back(from[d] + kNoise * normal_(random_));
+      }
+    }
+  }
+
+ private:
+  float* key(LayerIndex layer, std::uint32_t block) {
+    return keys_.data() + (std::size_t{layer.value} * blocks_ + block) * kKvHeads * kHeadDim;
+  }
+
+  std::uint32_t layers_;
+  std::uint32_t blocks_;
+  std::mt19937 random_{1};
+  std::normal_distribution<float> normal_;
+  std::vector<float> keys_;  // [layer, block, kv_head, head_dim]
+};
+
+using Choice = void (Selector::*)(const Digests&, const SelectRequest&, std::vector<BlockIndex>&);
+
+struct Run {
+  double milliseconds = 0;  // all layers
+  double bytes = 0;
+  std::vector<std::vector<BlockIndex>> blocks;  // [layer]
+};
+
+void choose(Data& data, Selector& selector, Choice choice, std::uint32_t count, Run& run) {
+  const std::uint32_t layers = data.digests->geometry().layers;
+  run.blocks.resize(layers);
+  run.bytes = 0;
+  const auto start = std::chrono::steady_clock::now();
+  for (LayerIndex layer(0); layer.value < layers; ++layer) {
+    const SelectRequest request = {.layer = layer,
+                                   .q = data.q.data() + std::size_t{layer.value} * kHeads * kHeadDim,
+                                   .heads = kHeads,
+                                   .scale = 1.0f / std::sqrt(float{kHeadDim}),
+                                   .end = BlockIndex(data.digests->blocks(layer)),
+                                   .count = count};
+    (selector.*choice)(*data.digests, request, run.blocks[layer.value]);
+    run.bytes += static_cast<double>(selector.bytes_read());
+  }
+  run.milliseconds =
+      std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+}
+
+double median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
+  return values[values.size() / 2];
+}
+
+double recall(const Run& found, const Run& wanted) {
+  std::size_t both = 0;
+  std::size_t all = 0;
+  for (std::size_t layer = 0; layer < wanted.blocks.size(); ++layer) {
+    for (const BlockIndex block : wanted.blocks[layer]) {
+      both += std::binary_search(found.blocks[layer].begin(), found.blocks[layer].end(), block) ? 1 : 0;
+    }
+    all += wanted.blocks[layer].size();
+  }
+  return static_cast<double>(both) / static_cast<double>(all);
+}
+
+/// Prints two lines; false if the groups find less than half of the blocks.
+bool compare(std::uint32_t layers, std::uint32_t blocks, const DigestOptions& digest, const Options& options,
+             std::span<std::uint64_t> weights) {
+  Data data(layers, blocks, digest);
+  Selector selector;
+  Run flat;
+  Run groups;
+  std::vector<double> flat_ms;
+  std::vector<double> group_ms;
+  std::vector<double> recalls;
+  for (std::uint32_t round = 0; round <= options.rounds; ++round) {
+    data.draw_queries();
+    for (std::uint64_t& x : weights) ++x;
+    choose(data, selector, &Selector::select, options.count, groups);
+    for (std::uint64_t& x : weights) ++x;
+    choose(data, selector, &Selector::select_flat, options.count, flat);
+    if (round == 0) continue;  // grows the scratch memory
+    flat_ms.push_back(flat.milliseconds);
+    group_ms.push_back(groups.milliseconds);
+    recalls.push_back(recall(groups, flat));
+  }
+  const double found = std::accumulate(recalls.begin(), recalls.end(), 0.0) / options.rounds;
+  const auto print = [&](const char* name, const std::vector<double>& times, double bytes, double part) {
+    const double ms = median(times);
+    std::printf("%6u %5s %7s %9.1f %8.3f %8.3f %8.2f %6.1f %7.3f\n", blocks,
+                digest.type == DigestType::kF16 ? "f16" : "int8", name, 1e3 * ms / layers, ms,
+                *std::min_element(times.begin(), times.end()), bytes / 1e6, bytes / ms / 1e6, part);
+  };
+  print("flat", flat_ms, flat.bytes, 1);
+  print("groups", group_ms, groups.bytes, found);
+  std::fflush(stdout);
+  return found > 0.5;
+}
+
+std::optional<Options> parse(std::span<char*> arguments) {
+  Options options;
+  for (std::size_t i = 1; i < arguments.size(); ++i) {
+    const std::string name = arguments[i];
+    if (name == "--quick") {
+      options.quick = true;
+      options.rounds = 3;
+      continue;
+    }
+    if (i + 1 == arguments.size()) return std::nullopt;
+    const std::string value = arguments[++i];
+    if (name == "--target") {
+      options.target = value;
+      continue;
+    }
+    std::uint32_t* const number = name == "--rounds"  ? &options.rounds
+                                  : name == "--count" ? &options.count
+                                                      : nullptr;
+    if (number == nullptr) return std::nullopt;
+    const auto parsed = std::from_chars(value.data(), value.data() + value.size(), *number);
+    if (parsed.ec != std::errc() || *number == 0) return std::nullopt;
+  }
+  return options;
+}
+
+int run(const Options& options) {
+  force_score_target(options.target);
+  std::printf("1 thread, %s, %u blocks chosen, medians of %u rounds\n", options.target.c_str(), options.count,
+              options.rounds);
+  std::printf("blocks  type    scan  us/layer   all ms    least  MB read   GB/s  recall\n");
+  std::vector<std::uint64_t> weights((options.quick ? kWeightBytes / 32 : kWeightBytes) / 8);
+  const std::uint32_t layers = options.quick ? 2 : 30;
+  bool agree = true;
+  for (const DigestType type : {DigestType::kF16, DigestType::kInt8}) {
+    const std::vector<std::uint32_t> sizes =
+        options.quick ? std::vector<std::uint32_t>{1024} : std::vector<std::uint32_t>{256, 1024, 4096, 8192};
+    for (const std::uint32_t blocks : sizes) {
+      agree = compare(layers, blocks, {.type = type}, options, weights) && agree;
+    }
+  }
+  if (!agree) std::fprintf(stderr, "the groups find less than half of the blocks\n");
+  return agree ? EXIT_SUCCESS : EXIT_FAILURE;
+}
+
+}  // namespace
+}  // namespace dualdecoder
+
+int main(int argc, char** argv) {
+  const auto options = dualdecoder::parse(std::span(argv, static_cast<std::size_t>(argc)));
+  if (!options) {
+    std::fprintf(stderr, "usage: select_bench [--quick] [--target NAME] [--rounds N] [--count N]\n");
+    return 2;
+  }
+  return dualdecoder::run(*options);
+}

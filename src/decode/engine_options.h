@@ -1,0 +1,21 @@
+// What an engine is made with.
+#pragma once
+
+#include <cstdint>
+
+#include "decode/tier_options.h"
+
+namespace dualdecoder {
+
+struct EngineOptions {
+  std::uint32_t threads = 1;
+  std::uint32_t context = 0;          // tokens per sequence; 0: what the model was trained with
+  std::uint32_t sequences = 1;        // at the same time
+  std::uint32_t prefill_chunk = 512;  // rows of one prefill step
+  std::uint32_t outputs_max = 8;      // rows of one step that want logits; at least `sequences`
+  std::uint32_t block_tokens = 32;    // 16, 32 or 64
+  bool batch_invariant = false;       // see Forward
+  TierOptions tiers = {};
+};
+
+}  // namespace dualdecoder

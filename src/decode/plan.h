@@ -1,0 +1,53 @@
+// The memory plan: everything that is sized at start, in bytes, for one engine. A pure function of the
+// model's shape and the options; the engine takes what is planned here and no more (law 4). `dualdecoder
+// plan` prints it.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "base/error.h"
+#include "decode/engine_options.h"
+#include "model/hyperparameters.h"
+
+namespace dualdecoder {
+
+/// How one layer keeps its KV near.
+enum class LayerKind {
+  kAll,       // every block: no far tier, or a dense layer
+  kWindowed,  // a sliding window of the model's own: what it can see
+  kSelecting  // sinks, recent tokens and a selection
+};
+
+struct LayerPlan {
+  LayerKind kind = LayerKind::kAll;
+  std::uint32_t slots = 0;  // per sequence
+};
+
+struct MemoryPlan {
+  KvGeometry geometry;
+  std::uint32_t context = 0;  // tokens per sequence
+  std::uint32_t sequences = 0;
+  std::uint32_t sink_blocks = 0;
+  std::uint32_t budget_blocks = 0;
+  std::uint32_t window_slots = 0;  // of a selecting layer
+  std::uint32_t near_slots = 0;    // of a selecting layer, beside the window
+  std::vector<LayerPlan> layers;
+  std::uint32_t staging_slots = 0;  // both halves
+  std::uint32_t far_pages = 0;
+
+  std::uint64_t near_window_bytes = 0;    // window, windowed layers and dense layers, all sequences
+  std::uint64_t near_selected_bytes = 0;  // places beside the window, all sequences
+  std::uint64_t near_staging_bytes = 0;
+  std::uint64_t far_bytes = 0;
+  std::uint64_t digest_bytes = 0;
+  std::uint64_t table_bytes = 0;  // block tables, checksums
+
+  std::uint64_t near_bytes() const { return near_window_bytes + near_selected_bytes + near_staging_bytes; }
+  bool tiered() const { return far_pages > 0; }
+};
+
+/// kInvalidArgument names the option and what would do. `options.context` is not 0.
+Result<MemoryPlan> plan_memory(const Hyperparameters& model, const EngineOptions& options);
+
+}  // namespace dualdecoder

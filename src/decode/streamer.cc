@@ -1,0 +1,145 @@
+#include "decode/streamer.h"
+
+#include <algorithm>
+
+#include "attention/attention.h"
+
+namespace dualdecoder {
+
+Streamer::Streamer(Tiers& tiers)
+    : tiers_(tiers),
+      half_slots_(tiers.plan().staging_slots / 2),
+      split_blocks_(kSplitKeys / tiers.geometry().block_tokens),
+      done_(std::make_unique<bool[]>(tiers.plan().staging_slots)) {}
+
+void Streamer::add(Sequence& sequence, std::size_t group, LayerIndex layer, const BlockList& list) {
+  streams_.push_back({.sequence = &sequence, .group = group, .layer = layer, .list = list});
+}
+
+void Streamer::top_up() {
+  free_late_halves();
+  while (!streams_.empty()) {
+    const auto half = std::find(half_in_use_.begin(), half_in_use_.end(), false);
+    if (half == half_in_use_.end()) return;
+    Stream& stream = streams_.front();
+    Segment segment{.sequence = stream.sequence,
+                    .group = stream.group,
+                    .layer = stream.layer,
+                    .first = stream.next == 0,
+                    .half = static_cast<std::size_t>(half - half_in_use_.begin()),
+                    .pieces = {}};
+    cut_segment(stream, segment);
+    segment.last = stream.next == stream.list.blocks.size();
+    *half = true;
+    start(segment);
+    ready_.push_back(std::move(segment));
+    if (ready_.back().last) streams_.pop_front();
+  }
+}
+
+// Takes splits as long as the blocks that have to be read fit into the half.
+void Streamer::cut_segment(Stream& stream, Segment& segment) {
+  const Residency& residency = stream.sequence->residency();
+  std::uint32_t staged = 0;
+  while (stream.next < stream.list.blocks.size()) {
+    const std::size_t end = std::min(stream.next + split_blocks_, stream.list.blocks.size());
+    const auto split = std::span(stream.list.blocks).subspan(stream.next, end - stream.next);
+    const auto missing =
+        static_cast<std::uint32_t>(std::count_if(split.begin(), split.end(), [&](BlockIndex b) {
+          return stream.list.needed(b) && !residency.near(stream.layer, b);
+        }));
+    if (staged + missing > half_slots_) return;
+    for (const BlockIndex block : split) {
+      Piece piece{.block = block, .slot = {}, .needed = stream.list.needed(block)};
+      if (piece.needed && residency.near(stream.layer, block)) {
+        piece.slot = residency.slot(stream.layer, block);
+      } else if (piece.needed) {
+        piece.staged = true;
+        piece.slot =
+            tiers_.near().staging_slot(static_cast<std::uint32_t>(segment.half) * half_slots_ + staged++);
+      }
+      segment.pieces.push_back(piece);
+    }
+    stream.next = end;
+  }
+}
+
+void Streamer::start(Segment& segment) {
+  Residency& residency = segment.sequence->residency();
+  const std::uint32_t first = tiers_.near().staging_slot(0).value;
+  for (const Piece& piece : segment.pieces) {
+    if (piece.staged) {
+      tiers_.transfers().read_staged(residency, segment.layer, segment.sequence->page(piece.block),
+                                     piece.slot, done_[piece.slot.value - first]);
+      bytes_staged_ += tiers_.geometry().slot_bytes();
+    } else if (piece.needed && residency.state(segment.layer, piece.block) == SlotState::kLoading) {
+      tiers_.transfers().promote(residency, segment.layer, piece.block);
+    }
+  }
+  tiers_.transfers().poll();
+}
+
+bool Streamer::staged_ended(const Segment& segment) const {
+  const std::uint32_t first = tiers_.near().staging_slot(0).value;
+  return std::all_of(segment.pieces.begin(), segment.pieces.end(),
+                     [&](const Piece& piece) { return !piece.staged || done_[piece.slot.value - first]; });
+}
+
+bool Streamer::arrived(const Segment& segment) const {
+  const Residency& residency = segment.sequence->residency();
+  return staged_ended(segment) &&
+         std::none_of(segment.pieces.begin(), segment.pieces.end(), [&](const Piece& piece) {
+           return piece.needed && !piece.staged &&
+                  residency.state(segment.layer, piece.block) == SlotState::kLoading;
+         });
+}
+
+const Streamer::Segment* Streamer::wait_front(LayerIndex layer) {
+  top_up();
+  while (ready_.empty() && !streams_.empty() &&
+         streams_.front().layer == layer) {  // both halves wait for reads that did not end in time
+    if (!tiers_.transfers().wait()) return give_up();
+    top_up();
+  }
+  if (ready_.empty() || ready_.front().layer != layer) return nullptr;
+  const Segment& segment = ready_.front();
+  tiers_.transfers().poll();
+  while (!arrived(segment)) {
+    if (tiers_.transfers().wait()) continue;
+    segment.sequence->residency().set_error(no_end());
+    tiers_.transfers().note_deadline_missed();
+    break;
+  }
+  return &segment;
+}
+
+const Streamer::Segment* Streamer::give_up() {
+  for (const Stream& stream : streams_) stream.sequence->residency().set_error(no_end());
+  streams_.clear();
+  return nullptr;
+}
+
+Error Streamer::no_end() const {
+  return {ErrorCode::kIo, fmt::format("{}: a read does not end", tiers_.far_description())};
+}
+
+// A half that a read may still reach is not used again before that read has ended.
+void Streamer::pop() {
+  if (arrived(ready_.front())) {
+    half_in_use_[ready_.front().half] = false;
+  } else {
+    late_.push_back(std::move(ready_.front()));
+  }
+  ready_.pop_front();
+  top_up();
+}
+
+void Streamer::free_late_halves() {
+  std::erase_if(late_, [this](const Segment& segment) {
+    const bool ended = staged_ended(segment);
+    if (ended) half_in_use_[segment.half] = false;
+    return ended;
+  });
+}
+
+}  // namespace dualdecoder

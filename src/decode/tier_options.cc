@@ -1,0 +1,48 @@
+#include "decode/tier_options.h"
+
+#include <array>
+#include <utility>
+#include <vector>
+
+#include <fmt/ranges.h>
+
+namespace dualdecoder {
+namespace {
+
+constexpr std::array<std::pair<Policy, const char*>, 6> kPolicies = {
+    {{Policy::kFull, "full"},
+     {Policy::kReactive, "reactive"},
+     {Policy::kLastSet, "last-set"},
+     {Policy::kPrevious, "previous"},
+     {Policy::kPreviousLayer, "previous-layer"},
+     {Policy::kOracle, "oracle"}}};
+
+}  // namespace
+
+const char* policy_name(Policy policy) {
+  for (const auto& [value, name] : kPolicies) {
+    if (value == policy) return name;
+  }
+  return "";
+}
+
+Result<Policy> parse_policy(const std::string& name) {
+  std::vector<std::string> names;
+  for (const auto& [value, known] : kPolicies) {
+    if (name == known) return value;
+    names.emplace_back(known);
+  }
+  return fail(ErrorCode::kInvalidArgument, "--policy {}: there are {}", name, fmt::join(names, ", "));
+}
+
+Result<FarChoice> parse_far(const std::string& text) {
+  if (text == "none") return FarChoice{};
+  if (text == "host") return FarChoice{.kind = FarKind::kHost, .directory = {}, .make_port = {}};
+  const std::string prefix = "file:";
+  if (text.starts_with(prefix) && text.size() > prefix.size()) {
+    return FarChoice{.kind = FarKind::kFile, .directory = text.substr(prefix.size()), .make_port = {}};
+  }
+  return fail(ErrorCode::kInvalidArgument, "--far {}: write none, host or file:DIRECTORY", text);
+}
+
+}  // namespace dualdecoder

@@ -1,0 +1,60 @@
+// What a user chooses about the two tiers, and the policies by which blocks come near.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "base/error.h"
+#include "select/digest.h"
+#include "transfer/port.h"
+#include "transfer/transfers.h"
+
+namespace dualdecoder {
+
+/// Where the blocks come from that a row attends to beside the window.
+enum class Policy {
+  kFull,           // every block, streamed through staging at each step
+  kReactive,       // ranked by the row's own query; attention waits for what is not near
+  kLastSet,        // the set last ranked, renewed every kLastSetSteps steps
+  kPrevious,       // ranked by the previous token's query; the reads overlap the rest of the step
+  kPreviousLayer,  // ranked by the layer's query as the layer before can guess it; the reads overlap that
+                   // layer
+  kOracle,         // the blocks of greatest true attention; reads everything, shows what digests lose
+};
+inline constexpr std::uint32_t kLastSetSteps = 16;
+
+/// "full", "reactive", "last-set", "previous", "previous-layer", "oracle"
+const char* policy_name(Policy policy);
+/// kInvalidArgument lists the names.
+Result<Policy> parse_policy(const std::string& name);
+
+enum class FarKind { kNone, kHost, kFile, kCustom };
+
+struct FarChoice {
+  FarKind kind = FarKind::kNone;
+  std::string directory;  // of kFile
+  /// Of kCustom: a port over that many bytes. For tests.
+  std::function<std::unique_ptr<Port>(std::uint64_t bytes)> make_port;
+};
+/// "none", "host" or "file:DIR"
+Result<FarChoice> parse_far(const std::string& text);
+
+struct TierOptions {
+  FarChoice far;                     // kNone: every block stays near, and nothing below matters
+  std::uint64_t far_bytes_max = 0;   // 0: what the contexts need
+  std::uint64_t near_bytes_max = 0;  // of all sequences and staging; 0: what near_tokens needs
+  Policy policy = Policy::kPrevious;
+  std::uint32_t budget_tokens = 1024;   // selected per layer, beside the window
+  std::uint32_t sink_tokens = 32;       // the first tokens, always near
+  std::uint32_t recent_tokens = 256;    // the last tokens, always near
+  std::uint32_t near_tokens = 0;        // places beside the window; 0: twice the budget
+  std::uint32_t dense_layers = 0;       // the first layers that keep and attend to everything
+  std::uint32_t staging_tokens = 1024;  // of each of the two halves through which older KV streams
+  DigestOptions digests;
+  TransferOptions transfers;
+  bool poison = false;  // for tests: NaN over what is no longer valid
+};
+
+}  // namespace dualdecoder

@@ -1,0 +1,66 @@
+// The two tiers of one engine: the near tier, the far tier and what moves blocks between them, all sized by
+// the memory plan. Sequences live in it; the step asks it for blocks. Owned by the engine thread.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "decode/plan.h"
+#include "kv/near_tier.h"
+#include "kv/residency.h"
+#include "transfer/far_file.h"
+#include "transfer/far_tier.h"
+#include "transfer/transfers.h"
+
+namespace dualdecoder {
+
+class Tiers {
+ public:
+  /// `weights_hash`: names the model in a far file's header.
+  static Result<std::unique_ptr<Tiers>> create(const MemoryPlan& plan, const TierOptions& options,
+                                               std::uint64_t weights_hash);
+  ~Tiers();
+
+  const MemoryPlan& plan() const { return plan_; }
+  const TierOptions& options() const { return options_; }
+  const KvGeometry& geometry() const { return plan_.geometry; }
+  const LayerPlan& layer(LayerIndex layer) const { return plan_.layers[layer.value]; }
+  bool tiered() const { return far_ != nullptr; }
+
+  NearTier& near() const { return *near_; }
+  /// Only when tiered.
+  FarTier& far() const { return *far_; }
+  Transfers& transfers() const { return *transfers_; }
+  /// "none", or the port's own words.
+  std::string far_description() const;
+  /// The number of the step under way or last done; what is wanted in it keeps its slot.
+  std::uint64_t step() const { return step_; }
+  void begin_step() { ++step_; }
+
+  /// Keeps the residency of a sequence that is gone until its last transfer has ended.
+  void bury(std::unique_ptr<Residency> residency, std::vector<PageIndex> pages);
+  /// Forgets the buried ones that have come to rest.
+  void sweep();
+
+ private:
+  struct Grave {
+    std::unique_ptr<Residency> residency;
+    std::vector<PageIndex> pages;
+  };
+
+  Tiers(const MemoryPlan& plan, const TierOptions& options) : plan_(plan), options_(options) {}
+  Status open_far(std::uint64_t weights_hash);
+
+  MemoryPlan plan_;
+  TierOptions options_;
+  std::unique_ptr<NearTier> near_;
+  std::unique_ptr<FarFile> file_;  // outlives the port in far_
+  std::unique_ptr<FarTier> far_;
+  std::unique_ptr<Transfers> transfers_;
+  std::vector<Grave> graves_;
+  std::uint64_t step_ = 1;
+};
+
+}  // namespace dualdecoder

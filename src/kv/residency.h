@@ -1,0 +1,121 @@
+// Which blocks of one sequence are near, layer by layer, in the slots of its share of the near tier.
+//
+// A slot's states, and every legal transition:
+//
+//   free    -> held      try_take(kHeld)     new tokens will be written into it
+//   free    -> loading   try_take(kLoading)  a read from the far tier is on its way
+//   clean   -> held, loading                 the same, in the place of the block wanted longest ago
+//   held    -> writing   begin_write         full; its write to the far tier is on its way
+//   writing -> clean     end_write           the far tier has it: may be dropped at any time
+//   writing -> held      fail_write          exists only here again
+//   loading -> clean     end_read
+//   loading -> free      fail_read
+//   clean   -> held      reopen              tokens were cut off; it will be filled again
+//   held, clean -> free  drop
+//
+// What the next attention needs is kept by `want`: a block wanted in step s gives its slot away only in a
+// later step. Readable are held, writing and clean. Without a far tier blocks stay held. Owned by the engine
+// thread.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "kv/near_tier.h"
+
+namespace dualdecoder {
+
+enum class SlotState : std::uint8_t { kFree, kHeld, kWriting, kLoading, kClean };
+const char* slot_state_name(SlotState state);
+
+class Residency {
+ public:
+  /// `blocks_max`: of the longest context. Takes a share; kOutOfMemory when none is left.
+  static Result<std::unique_ptr<Residency>> create(NearTier& near, std::uint32_t blocks_max);
+  /// No transfer may be in flight.
+  ~Residency();
+  Residency(const Residency&) = delete;
+  Residency& operator=(const Residency&) = delete;
+
+  const KvGeometry& geometry() const { return near_.geometry(); }
+  NearTier& near() const { return near_; }
+
+  SlotState state(LayerIndex layer, BlockIndex block) const {
+    const std::uint32_t place = place_of(layer, block);
+    return place == kNowhere ? SlotState::kFree : slots_[place].state;
+  }
+  bool near(LayerIndex layer, BlockIndex block) const { return place_of(layer, block) != kNowhere; }
+  bool readable(LayerIndex layer, BlockIndex block) const {
+    const SlotState s = state(layer, block);
+    return s == SlotState::kHeld || s == SlotState::kWriting || s == SlotState::kClean;
+  }
+  /// The block is near.
+  SlotIndex slot(LayerIndex layer, BlockIndex block) const;
+
+  /// A slot for a block that is not near: a free one, or that of the clean block wanted longest ago, if that
+  /// was before `step`. Counts as wanted in `step`. Nothing when there is none.
+  std::optional<SlotIndex> try_take(LayerIndex layer, BlockIndex block, SlotState state, std::uint64_t step);
+  /// How many slots try_take would give out in `step`.
+  std::uint32_t takeable(LayerIndex layer, std::uint64_t step) const;
+  /// Keeps a block from losing its slot in `step`; returns whether it is near.
+  bool want(LayerIndex layer, BlockIndex block, std::uint64_t step);
+  /// As if nothing had been wanted so far.
+  void forget_wants();
+
+  void begin_write(LayerIndex layer, BlockIndex block);
+  void end_write(LayerIndex layer, BlockIndex block);
+  void fail_write(LayerIndex layer, BlockIndex block);
+  void end_read(LayerIndex layer, BlockIndex block);
+  void fail_read(LayerIndex layer, BlockIndex block);
+  void reopen(LayerIndex layer, BlockIndex block);
+  /// Does nothing to a block that is not near.
+  void drop(LayerIndex layer, BlockIndex block);
+
+  /// The transfer that a loading or writing slot waits for, for whoever runs the transfers.
+  std::uint32_t transfer(LayerIndex layer, BlockIndex block) const;
+  void set_transfer(LayerIndex layer, BlockIndex block, std::uint32_t transfer);
+  /// Transfers that have been asked for and have not ended.
+  std::uint32_t transfers() const { return transfers_; }
+  void note_transfer_begun() { ++transfers_; }
+  void note_transfer_ended() { --transfers_; }
+
+  /// The first transfer that failed; the sequence cannot go on.
+  const std::optional<Error>& error() const { return error_; }
+  void set_error(Error error) {
+    if (!error_) error_ = std::move(error);
+  }
+
+ private:
+  struct Slot {
+    BlockIndex block;
+    std::uint32_t transfer = 0;
+    std::uint64_t wanted = 0;  // the last step that did
+    SlotState state = SlotState::kFree;
+  };
+  static constexpr std::uint32_t kNowhere = UINT32_MAX;
+
+  Residency(NearTier& near, ShareIndex share, std::uint32_t blocks_max);
+  std::uint32_t place_of(LayerIndex layer, BlockIndex block) const {
+    return places_[std::size_t{layer.value} * blocks_max_ + block.value];
+  }
+  SlotIndex slot_at(LayerIndex layer, std::uint32_t place) const {
+    return near_.slot(share_, layer, place - layer_first_[layer.value]);
+  }
+  Slot& slot_in(LayerIndex layer, BlockIndex block, SlotState expected);
+  void free(LayerIndex layer, std::uint32_t place);
+
+  NearTier& near_;
+  ShareIndex share_;
+  std::uint32_t blocks_max_;
+  std::vector<Slot> slots_;                       // [layer, index]
+  std::vector<std::uint32_t> layer_first_;        // of slots_; one more than layers
+  std::vector<std::uint32_t> places_;             // [layer, block] -> index of slots_, or kNowhere
+  std::vector<std::vector<std::uint32_t>> free_;  // [layer] a stack of indices of slots_
+  std::uint32_t transfers_ = 0;
+  std::optional<Error> error_;
+};
+
+}  // namespace dualdecoder

@@ -1,0 +1,47 @@
+#include "transfer/far_tier.h"
+
+#include <utility>
+
+#include "base/check.h"
+#include "base/units.h"
+
+namespace dualdecoder {
+
+FarTier::FarTier(std::unique_ptr<Port> port, FarTierOptions options)
+    : port_(std::move(port)), options_(std::move(options)) {}
+
+Result<PageIndex> FarTier::take_page() {
+  if (free_.empty()) {
+    const auto touched = static_cast<std::uint32_t>(users_.size());
+    if (touched == options_.pages_max) {
+      return fail(ErrorCode::kOutOfMemory,
+                  "the far tier is full: {} of KV in use; end a sequence or raise the limit (--far-size)",
+                  format_bytes(static_cast<double>(bytes_in_use())));
+    }
+    if (options_.reserve) {
+      if (Status status = options_.reserve(touched + 1); !status) return std::unexpected(status.error());
+    }
+    users_.push_back(0);
+    checksums_.resize(checksums_.size() + geometry().layers);
+    free_.push_back(PageIndex(touched));
+  }
+  const PageIndex page = free_.back();
+  free_.pop_back();
+  users_[page.value] = 1;
+  ++pages_in_use_;
+  return page;
+}
+
+void FarTier::retain(PageIndex page) {
+  DD_CHECK(page.value < users_.size() && users_[page.value] > 0, "page {}", page.value);
+  ++users_[page.value];
+}
+
+void FarTier::release(PageIndex page) {
+  DD_CHECK(page.value < users_.size() && users_[page.value] > 0, "page {}", page.value);
+  if (--users_[page.value] > 0) return;
+  free_.push_back(page);
+  --pages_in_use_;
+}
+
+}  // namespace dualdecoder

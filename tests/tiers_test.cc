@@ -1,0 +1,228 @@
+// Decoding with the KV in a far tier against decoding with all of it near, on small random models (law 1 and
+// law 3 of docs/design.md): the same bits when every block is selected, whatever the far tier, the policy and
+// the room near; and the right bits or an error of that sequence alone when the far tier fails.
+#include <algorithm>
+#include <cstring>
+#include <random>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "decode/engine.h"
+#include "model/log_capture.h"
+#include "temporary_directory.h"
+#include "tiny_model.h"
+#include "transfer/simulated_port.h"
+
+namespace dualdecoder {
+namespace {
+
+constexpr std::uint32_t kContext = 640;
+constexpr std::uint32_t kChunk = 64;
+constexpr std::uint32_t kAll = kContext;  // a budget that selects every block
+constexpr Policy kEveryPolicy[] = {Policy::kFull,     Policy::kReactive,      Policy::kLastSet,
+                                   Policy::kPrevious, Policy::kPreviousLayer, Policy::kOracle};
+
+/// What to decode: prompts, brought in one after the other, then steps of one token for each.
+struct Script {
+  std::vector<std::vector<TokenId>> prompts;
+  std::vector<std::vector<TokenId>> steps;  // [step][sequence]
+};
+
+Script make_script(std::span<const std::uint32_t> lengths, std::uint32_t steps, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::uniform_int_distribution<TokenId> token(0, static_cast<TokenId>(kTinyVocabulary) - 1);
+  const auto tokens = [&](std::size_t count) {
+    std::vector<TokenId> list(count);
+    for (TokenId& t : list) t = token(random);
+    return list;
+  };
+  Script script;
+  for (const std::uint32_t length : lengths) script.prompts.push_back(tokens(length));
+  for (std::uint32_t s = 0; s < steps; ++s) script.steps.push_back(tokens(lengths.size()));
+  return script;
+}
+
+struct Outcome {
+  std::vector<std::vector<float>> logits;  // [sequence], of all its rows; ends where an error came
+  std::vector<std::optional<Error>> errors;
+};
+
+class TiersTest : public testing::Test {
+ protected:
+  void load(const std::string& architecture) {
+    quiet_library_logs();
+    TinyModelOptions options{.architecture = architecture, .layers = architecture == "gemma3" ? 4U : 3U};
+    const std::string path = directory_.file("tiny.gguf");
+    ASSERT_TRUE(write_tiny_model(path, options));
+    auto model = Model::load(path, [](std::size_t, std::size_t) {});
+    ASSERT_TRUE(model) << model.error().message;
+    model_ = std::move(*model);
+  }
+
+  static EngineOptions base_options(std::uint32_t sequences, std::uint32_t block_tokens) {
+    EngineOptions options{
+        .context = kContext, .sequences = sequences, .prefill_chunk = kChunk, .block_tokens = block_tokens};
+    options.tiers.sink_tokens = 16;
+    options.tiers.recent_tokens = 64;
+    options.tiers.budget_tokens = kAll;
+    options.tiers.staging_tokens = 256;
+    options.tiers.poison = true;
+    return options;
+  }
+
+  std::unique_ptr<Engine> engine(const EngineOptions& options) const {
+    auto created = Engine::create(*model_, options);
+    DD_CHECK(created, "{}", created.error().message);
+    return std::move(*created);
+  }
+
+  /// An engine whose far tier is simulated; the port belongs to it.
+  std::unique_ptr<Engine> simulated(EngineOptions options, SimulatedPortOptions port_options,
+                                    SimulatedPort** port = nullptr) const {
+    options.tiers.far.kind = FarKind::kCustom;
+    options.tiers.far.make_port = [&](std::uint64_t bytes) {
+      port_options.bytes = bytes;
+      auto made = std::make_unique<SimulatedPort>(port_options);
+      if (port != nullptr) *port = made.get();
+      return made;
+    };
+    return engine(options);
+  }
+
+  static Outcome play(Engine& engine, const Script& script) {
+    Outcome outcome;
+    std::vector<std::unique_ptr<Sequence>> sequences;
+    outcome.logits.resize(script.prompts.size());
+    outcome.errors.resize(script.prompts.size());
+    const auto keep = [&](std::size_t i, const float* row) {
+      outcome.logits[i].insert(outcome.logits[i].end(), row, row + kTinyVocabulary);
+    };
+    for (std::size_t i = 0; i < script.prompts.size(); ++i) {
+      sequences.push_back(std::move(*engine.new_sequence()));
+      const auto logits = engine.prefill(*sequences[i], script.prompts[i]);
+      if (logits) {
+        keep(i, *logits);
+      } else {
+        outcome.errors[i] = logits.error();
+      }
+    }
+    for (const std::vector<TokenId>& tokens : script.steps) {
+      std::vector<StepGroup> groups;
+      std::vector<std::size_t> members;
+      for (std::size_t i = 0; i < sequences.size(); ++i) {
+        if (outcome.errors[i]) continue;
+        groups.push_back({sequences[i].get(), std::span(tokens).subspan(i, 1), LogitsWanted::kLast});
+        members.push_back(i);
+      }
+      if (groups.empty()) break;
+      const auto logits = engine.step(groups);
+      DD_CHECK(logits, "{}", logits.error().message);
+      for (std::size_t g = 0; g < members.size(); ++g) {
+        outcome.errors[members[g]] = sequences[members[g]]->error();
+        if (!outcome.errors[members[g]]) keep(members[g], *logits + g * kTinyVocabulary);
+      }
+    }
+    return outcome;
+  }
+
+  static void expect_same_bits(const Outcome& outcome, const Outcome& reference) {
+    for (std::size_t i = 0; i < reference.logits.size(); ++i) {
+      EXPECT_FALSE(outcome.errors[i]) << "sequence " << i << ": " << outcome.errors[i]->message;
+      ASSERT_EQ(outcome.logits[i].size(), reference.logits[i].size()) << "sequence " << i;
+      for (std::size_t at = 0; at < reference.logits[i].size(); ++at) {
+        ASSERT_EQ(std::bit_cast<std::uint32_t>(outcome.logits[i][at]),
+                  std::bit_cast<std::uint32_t>(reference.logits[i][at]))
+            << "sequence " << i << ", row " << at / kTinyVocabulary << ", logit " << at % kTinyVocabulary;
+      }
+    }
+  }
+
+  TemporaryDirectory directory_;
+  std::unique_ptr<Model> model_;
+};
+
+class EveryBlockSelected : public TiersTest, public testing::WithParamInterface<const char*> {
+ protected:
+  void SetUp() override { load(GetParam()); }
+
+  Outcome all_near(const EngineOptions& options, const Script& script) const {
+    EngineOptions near = options;
+    near.tiers.far = {};
+    return play(*engine(near), script);
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Models, EveryBlockSelected, testing::Values("llama", "gemma3"),
+                         [](const auto& family) { return family.param; });
+
+TEST_P(EveryBlockSelected, GivesTheBitsOfAllNearForEveryPolicyBlockSizeAndRoomNear) {
+  for (const std::uint32_t block : {16U, 32U, 64U}) {
+    EngineOptions options = base_options(1, block);
+    const std::vector<std::uint32_t> lengths = {512};
+    const Script script = make_script(lengths, 24, block);
+    const Outcome reference = all_near(options, script);
+    for (const Policy policy : kEveryPolicy) {
+      for (const std::uint32_t near_tokens : {1U, 128U, 300U, kContext}) {
+        SCOPED_TRACE(
+            fmt::format("{}, blocks of {}, {} tokens near", policy_name(policy), block, near_tokens));
+        options.tiers.far.kind = FarKind::kHost;
+        options.tiers.policy = policy;
+        options.tiers.near_tokens = near_tokens;
+        const auto tiered = engine(options);
+        expect_same_bits(play(*tiered, script), reference);
+        EXPECT_EQ(tiered->near().bytes_in_use(), 0U);
+        EXPECT_EQ(tiered->tiers().far().pages_in_use(), 0U);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_P(EveryBlockSelected, GivesTheBitsOfAllNearForPromptsAroundBlockBoundariesAndEveryFarTier) {
+  for (const std::uint32_t block : {16U, 32U, 64U}) {
+    for (const std::uint32_t length :
+         {1U, block - 1, block, block + 1, 5 * block - 1, 5 * block, 5 * block + 1}) {
+      EngineOptions options = base_options(1, block);
+      const Script script = make_script(std::vector{length}, block + 2, length);
+      const Outcome reference = all_near(options, script);
+      options.tiers.near_tokens = 1;
+      options.tiers.sink_tokens = 0;
+      options.tiers.recent_tokens = 1;
+      for (const FarKind far : {FarKind::kHost, FarKind::kFile}) {
+        SCOPED_TRACE(fmt::format("{} tokens, blocks of {}, {}", length, block,
+                                 far == FarKind::kHost ? "host" : "file"));
+        options.tiers.far = {.kind = far, .directory = directory_.file(""), .make_port = {}};
+        expect_same_bits(play(*engine(options), script), reference);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_P(EveryBlockSelected, GivesTheBitsOfAllNearUnderAnyLatencyAndOrderOfCompletions) {
+  for (std::uint64_t seed = 1; seed <= 100; ++seed) {
+    std::mt19937_64 random(seed);
+    const std::uint32_t block = 16U << random() % 3;
+    std::vector<std::uint32_t> lengths;
+    for (std::uint64_t i = 0; i < 1 + random() % 4; ++i)
+      lengths.push_back(1 + static_cast<std::uint32_t>(random() % 400));
+    EngineOptions options = base_options(static_cast<std::uint32_t>(lengths.size()), block);
+    const Script script = make_script(lengths, 20, seed);
+    const Outcome reference = all_near(options, script);
+    options.tiers.policy = kEveryPolicy[random() % std::size(kEveryPolicy)];
+    options.tiers.near_tokens = 1 + static_cast<std::uint32_t>(random() % 400);
+    options.tiers.dense_layers = static_cast<std::uint32_t>(random() % 2);
+    SCOPED_TRACE(fmt::format("seed {}: {}, blocks of {}, {} sequences, {} tokens near", seed,
+                             policy_name(options.tiers.policy), block, lengths.size(),
+                             options.tiers.near_tokens));
+    const auto tiered = simulated(options, {.seed = seed,
+                                            .latency_min = std::chrono::nanoseconds(0),
+                                            .latency_max = std::chrono::milliseconds(50),
+                                            .keep_log = false});
+    expect_same_bits(play(*tiered, script), reference);
+    if (HasFatalFailure()) return;
+  }
+}
+
+}  // namespace
+}  // namespace dualdecoder
