@@ -43,8 +43,8 @@ struct TierChoices {
   std::uint32_t dense_layers = 0;
 };
 
-/// -m, -t, -b and the like.
-void add_model_options(CLI::App& command, ModelOptions& options);
+/// -m, -t, -b and the like; --block-size only if `one_engine`.
+void add_model_options(CLI::App& command, ModelOptions& options, bool one_engine = true);
 /// --far, --near-memory, --policy and the like; --far and --policy only if `one_engine`.
 void add_tier_options(CLI::App& command, TierChoices& choices, bool one_engine = true);
 /// -c
@@ -55,6 +55,7 @@ void add_environment_names(CLI::App& command);
 /// Registers a subcommand; its result is what `main` returns.
 void add_run_command(CLI::App& app, int& exit_code);
 void add_bench_command(CLI::App& app, int& exit_code);
+void add_eval_command(CLI::App& app, int& exit_code);
 
 /// "dualdecoder: <message>" on stderr; returns the exit code that fits: 2 for input that can never work, 1
 /// otherwise.

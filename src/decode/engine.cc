@@ -39,6 +39,18 @@ Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineO
   return engine;
 }
 
+Status Engine::set_selection(Policy policy, std::uint32_t budget_tokens) {
+  const Policy made_with = options_.tiers.policy;
+  const bool possible = plan().tiered() && (policy == Policy::kFull || made_with != Policy::kFull) &&
+                        (policy != Policy::kPreviousLayer || made_with == Policy::kPreviousLayer);
+  if (!possible || budget_tokens == 0) {
+    return fail(ErrorCode::kInvalidArgument, "the policy {} with a budget of {} is not possible here",
+                policy_name(policy), budget_tokens);
+  }
+  tiers_->set_selection(policy, plan().geometry.blocks_for(budget_tokens));
+  return {};
+}
+
 Status Engine::check(const Sequence& sequence, std::span<const TokenId> tokens) const {
   if (sequence.error()) return std::unexpected(*sequence.error());
   if (tokens.empty()) return fail(ErrorCode::kInvalidArgument, "no tokens to decode");

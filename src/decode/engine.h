@@ -41,6 +41,11 @@ class Engine {
   /// meaningless logits; the others are as if it had not been there.
   Result<const float*> step(std::span<const StepGroup> groups);
 
+  /// Changes policy and budget for the steps to come, to compare them over the same KV. kInvalidArgument for
+  /// a policy that this engine was not made for: a selecting one after kFull or without a far tier,
+  /// kPreviousLayer unless made with it.
+  Status set_selection(Policy policy, std::uint32_t budget_tokens);
+
   const Model& model() const { return model_; }
   const EngineOptions& options() const { return options_; }
   std::uint32_t context() const { return options_.context; }
@@ -48,6 +53,7 @@ class Engine {
   const Tiers& tiers() const { return *tiers_; }
   const NearTier& near() const { return tiers_->near(); }
   const StepStats& stats() const { return step_->stats(); }
+  const Coverage& coverage() const { return step_->coverage(); }
   std::size_t activation_bytes() const { return forward_->activation_bytes(); }
   const std::array<std::uint64_t, kPasses>& pass_ns() const { return step_->pass_ns(); }
 

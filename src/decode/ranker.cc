@@ -25,21 +25,25 @@ void Ranker::rank(std::span<const RankRequest> requests, std::uint32_t count) {
 
 void Ranker::rank_one(const RankRequest& request, std::uint32_t count, Selector& selector) const {
   Selection& selection = request.sequence->selection(request.layer);
-  selection.blocks.clear();
-  if (request.candidates.count() > 0) {
-    selector.select(*request.sequence->digests(),
-                    {.layer = request.layer,
-                     .q = request.q,
-                     .heads = shape_.heads,
-                     .scale = shape_.scale,
-                     .first = request.candidates.first,
-                     .end = request.candidates.end,
-                     .count = count},
-                    selection.blocks);
-  }
+  rank_digests(request, count, selector, selection.blocks);
   selection.valid = true;
   selection.age = 0;
   selection.end = request.candidates.end;
+}
+
+void Ranker::rank_digests(const RankRequest& request, std::uint32_t count, Selector& selector,
+                          std::vector<BlockIndex>& blocks) const {
+  blocks.clear();
+  if (request.candidates.count() == 0) return;
+  selector.select(*request.sequence->digests(),
+                  {.layer = request.layer,
+                   .q = request.q,
+                   .heads = shape_.heads,
+                   .scale = shape_.scale,
+                   .first = request.candidates.first,
+                   .end = request.candidates.end,
+                   .count = count},
+                  blocks);
 }
 
 void Ranker::rank_by_attention(const RankRequest& request, std::uint32_t count, Streamer& streamer) {
@@ -56,7 +60,7 @@ void Ranker::rank_by_attention(const RankRequest& request, std::uint32_t count, 
       streamer.pop();
     }
   }
-  std::vector<double> mass(candidates);
+  mass_.assign(candidates, 0.0);
   for (std::uint32_t head = 0; head < shape_.heads; ++head) {
     double max = -INFINITY;
     for (std::uint32_t b = 0; b < candidates; ++b)
@@ -65,13 +69,13 @@ void Ranker::rank_by_attention(const RankRequest& request, std::uint32_t count, 
     for (std::uint32_t b = 0; b < candidates; ++b)
       sum += std::exp(lse_[std::size_t{b} * shape_.heads + head] - max);
     for (std::uint32_t b = 0; b < candidates; ++b)
-      mass[b] += std::exp(lse_[std::size_t{b} * shape_.heads + head] - max) / sum;
+      mass_[b] += std::exp(lse_[std::size_t{b} * shape_.heads + head] - max) / sum;
   }
   std::vector<std::uint32_t> order(candidates);
   std::iota(order.begin(), order.end(), 0U);
   const std::uint32_t kept = std::min(count, candidates);
   std::partial_sort(order.begin(), order.begin() + kept, order.end(),
-                    [&](std::uint32_t a, std::uint32_t b) { return mass[a] > mass[b]; });
+                    [&](std::uint32_t a, std::uint32_t b) { return mass_[a] > mass_[b]; });
   std::sort(order.begin(), order.begin() + kept);
   Selection& selection = request.sequence->selection(request.layer);
   selection.blocks.clear();
@@ -79,6 +83,28 @@ void Ranker::rank_by_attention(const RankRequest& request, std::uint32_t count, 
   selection.valid = true;
   selection.age = 0;
   selection.end = request.candidates.end;
+}
+
+double Ranker::mass_of(std::span<const BlockIndex> blocks, const Candidates& candidates) const {
+  double sum = 0.0;
+  for (const BlockIndex block : blocks) {
+    if (candidates.holds(block)) sum += mass_[block.value - candidates.first.value];
+  }
+  return sum / shape_.heads;
+}
+
+void Ranker::measure_coverage(const RankRequest& request, std::uint32_t count) {
+  previous_.resize(tiers_.geometry().layers);
+  std::vector<BlockIndex>& previous = previous_[request.layer.value];
+  std::vector<BlockIndex> own;
+  rank_digests(request, count, selectors_.front(), own);
+  if (!previous.empty()) {
+    ++coverage_.samples;
+    coverage_.oracle += mass_of(request.sequence->selection(request.layer).blocks, request.candidates);
+    coverage_.digest += mass_of(own, request.candidates);
+    coverage_.previous += mass_of(previous, request.candidates);
+  }
+  previous = std::move(own);
 }
 
 // One attention over each block alone, for its log-sum-exp.

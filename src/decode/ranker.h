@@ -23,6 +23,15 @@ struct RankRequest {
   Candidates candidates;
 };
 
+/// How much of the true attention beside the window (mean over heads, 0 to 1) some selections of the same
+/// size hold, summed over `samples` layers and steps.
+struct Coverage {
+  std::uint64_t samples = 0;
+  double oracle = 0.0;    // the best blocks
+  double digest = 0.0;    // ranked by digests with the row's own query
+  double previous = 0.0;  // ranked by digests with the row before's query
+};
+
 class Ranker {
  public:
   Ranker(const AttentionShape& shape, Tiers& tiers, Forward& forward);
@@ -32,10 +41,16 @@ class Ranker {
   /// The same by true attention mass, summed over heads. Reads every candidate through `streamer`, which is
   /// empty.
   void rank_by_attention(const RankRequest& request, std::uint32_t count, Streamer& streamer);
+  /// After rank_by_attention with the same arguments. For one sequence at a time.
+  void measure_coverage(const RankRequest& request, std::uint32_t count);
+  const Coverage& coverage() const { return coverage_; }
 
  private:
   void rank_one(const RankRequest& request, std::uint32_t count, Selector& selector) const;
+  void rank_digests(const RankRequest& request, std::uint32_t count, Selector& selector,
+                    std::vector<BlockIndex>& blocks) const;
   void measure(const Streamer::Segment& segment, const RankRequest& request);
+  double mass_of(std::span<const BlockIndex> blocks, const Candidates& candidates) const;
 
   AttentionShape shape_;
   Tiers& tiers_;
@@ -45,8 +60,12 @@ class Ranker {
   AttentionBatch attention_;
   std::vector<KvBlockView> views_;
   std::vector<AttentionGroup> groups_;
-  std::vector<float> out_;  // [piece, heads, head_dim], not wanted
-  std::vector<float> lse_;  // [block, heads]
+  std::vector<float> out_;    // [piece, heads, head_dim], not wanted
+  std::vector<float> lse_;    // [block, heads]
+  std::vector<double> mass_;  // [block] summed over heads
+  // Of measure_coverage.
+  Coverage coverage_;
+  std::vector<std::vector<BlockIndex>> previous_;  // [layer] as ranked in the step before
 };
 
 }  // namespace dualdecoder

@@ -38,7 +38,6 @@ Step::Step(const Model& model, Forward& forward, Tiers& tiers)
     : model_(model),
       forward_(forward),
       tiers_(tiers),
-      policy_(tiers.options().policy),
       shape_(attention_shape(model.hyperparameters(), tiers.geometry())),
       streamer_(tiers),
       ranker_(shape_, tiers, forward) {
@@ -196,8 +195,8 @@ void Step::select(LayerIndex layer, const LayerRows& rows) {
   for (Work& work : std::span(work_).first(works_)) {
     work.selecting = selects(layer) && work.rows == 1;
     if (!work.selecting || work.sequence->error()) continue;
-    const bool own_query = policy_ == Policy::kReactive || policy_ == Policy::kOracle ||
-                           (policy_ == Policy::kPreviousLayer && layer.value == 0);
+    const bool own_query = policy() == Policy::kReactive || policy() == Policy::kOracle ||
+                           (policy() == Policy::kPreviousLayer && layer.value == 0);
     if (!own_query && work.sequence->selection(layer).valid) continue;
     rank_requests_.push_back({.sequence = work.sequence,
                               .layer = layer,
@@ -205,16 +204,19 @@ void Step::select(LayerIndex layer, const LayerRows& rows) {
                               .candidates = candidates_at_position(work.position)});
   }
   rank();
-  if (policy_ == Policy::kPreviousLayer) select_ahead(layer, rows);
+  if (policy() == Policy::kPreviousLayer) select_ahead(layer, rows);
 }
 
 void Step::rank() {
   const std::uint32_t count = tiers_.plan().budget_blocks;
-  if (policy_ != Policy::kOracle) {
+  if (policy() != Policy::kOracle) {
     ranker_.rank(rank_requests_, count);
     return;
   }
-  for (const RankRequest& request : rank_requests_) ranker_.rank_by_attention(request, count, streamer_);
+  for (const RankRequest& request : rank_requests_) {
+    ranker_.rank_by_attention(request, count, streamer_);
+    if (tiers_.options().measure_coverage) ranker_.measure_coverage(request, count);
+  }
 }
 
 // The next layer's selection for this same step, from its query as this layer's input lets guess it.
@@ -370,7 +372,7 @@ void Step::open_streams(LayerIndex layer) {
     if (work.streamed && !work.streamed_ahead && !work.sequence->error())
       streamer_.add(*work.sequence, i, layer, work.list);
   }
-  if (policy_ != Policy::kOracle) open_streams_ahead(LayerIndex(layer.value + 1));
+  if (policy() != Policy::kOracle) open_streams_ahead(LayerIndex(layer.value + 1));
   streamer_.top_up();
 }
 
@@ -425,14 +427,14 @@ void Step::attend_segment(const Streamer::Segment& segment, const LayerRows& row
 // Ranks with this step's queries for the next step, and starts its reads: they have until this layer's next
 // attention.
 void Step::predict(LayerIndex layer, const LayerRows& rows) {
-  if (!selects(layer) || (policy_ != Policy::kPrevious && policy_ != Policy::kLastSet)) return;
+  if (!selects(layer) || (policy() != Policy::kPrevious && policy() != Policy::kLastSet)) return;
   rank_requests_.clear();
   for (const Work& work : std::span(work_).first(works_)) {
     Selection& selection = work.sequence->selection(layer);
     const bool asked = work.rows == 1 || work.wants_logits;  // another chunk would not use it
     if (!asked || work.sequence->error()) continue;
     const Candidates candidates = candidates_at_position(work.position + work.rows);
-    if (policy_ == Policy::kLastSet && selection.valid && ++selection.age < kLastSetSteps) {
+    if (policy() == Policy::kLastSet && selection.valid && ++selection.age < kLastSetSteps) {
       selection.extend(candidates.end);
       continue;
     }

@@ -60,6 +60,7 @@ class Step {
   /// Nanoseconds spent in each pass since the start.
   const std::array<std::uint64_t, kPasses>& pass_ns() const { return pass_ns_; }
   const StepStats& stats() const { return stats_; }
+  const Coverage& coverage() const { return ranker_.coverage(); }
   std::size_t carry_bytes() const { return (carry_max_.size() + carry_sum_.size()) * sizeof(float); }
 
  private:
@@ -107,8 +108,9 @@ class Step {
   void retire();
   void rank();
 
+  Policy policy() const { return tiers_.options().policy; }
   bool selects(LayerIndex layer) const {
-    return tiers_.layer(layer).kind == LayerKind::kSelecting && policy_ != Policy::kFull;
+    return tiers_.layer(layer).kind == LayerKind::kSelecting && policy() != Policy::kFull;
   }
   const float* last_query(const Work& work, const float* q) const;
   Candidates candidates_at_position(std::uint32_t position) const;
@@ -116,7 +118,6 @@ class Step {
   const Model& model_;
   Forward& forward_;
   Tiers& tiers_;
-  Policy policy_;
   AttentionShape shape_;
   AttentionBatch attention_;
   Streamer streamer_;

@@ -54,7 +54,8 @@ struct TierOptions {
   std::uint32_t staging_tokens = 1024;  // of each of the two halves through which older KV streams
   DigestOptions digests;
   TransferOptions transfers;
-  bool poison = false;  // for tests: NaN over what is no longer valid
+  bool measure_coverage = false;  // with kOracle: Ranker::coverage(), one sequence at a time
+  bool poison = false;            // for tests: NaN over what is no longer valid
 };
 
 }  // namespace dualdecoder

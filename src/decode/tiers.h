@@ -25,6 +25,11 @@ class Tiers {
 
   const MemoryPlan& plan() const { return plan_; }
   const TierOptions& options() const { return options_; }
+  /// For the steps to come. The slots stay as planned; a selection that has no room is streamed.
+  void set_selection(Policy policy, std::uint32_t budget_blocks) {
+    options_.policy = policy;
+    plan_.budget_blocks = budget_blocks;
+  }
   const KvGeometry& geometry() const { return plan_.geometry; }
   const LayerPlan& layer(LayerIndex layer) const { return plan_.layers[layer.value]; }
   bool tiered() const { return far_ != nullptr; }

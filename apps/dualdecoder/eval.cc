@@ -1,0 +1,320 @@
+// `dualdecoder eval --kl`: how close decoding from a far tier stays to full attention, on a real text.
+//
+// The text's first -c tokens are the context; the next -n tokens are decoded one by one, each with the true
+// token put in (teacher-forced). Reference are the logits of the same model with all KV near. The prompt is
+// computed once per block size and digest; every policy and budget then decodes over that same KV.
+#include <algorithm>
+#include <cmath>
+#include <memory>
+
+#include <nlohmann/json.hpp>
+
+#include "base/file.h"
+#include "command.h"
+#include "commit.h"
+#include "progress.h"
+
+namespace dualdecoder {
+namespace {
+
+struct EvalOptions {
+  ModelOptions model;
+  TierChoices tiers;
+  bool kl = false;
+  std::string file;
+  std::uint32_t context = 6000;
+  std::uint32_t positions = 256;
+  std::vector<std::string> policies = {"previous"};
+  std::vector<std::uint32_t> budgets = {512, 1024, 2048};
+  std::vector<std::uint32_t> blocks = {32};
+  std::vector<std::string> digests = {"minmax"};
+  std::string output = "md";
+};
+
+struct Row {
+  std::string digest = {};
+  std::uint32_t block_tokens = 0;
+  std::string policy = {};
+  std::uint32_t budget = 0;
+  double kl_mean = 0.0;
+  double kl_p99 = 0.0;
+  double same_top = 0.0;  // share of positions
+  std::optional<Coverage> coverage = {};
+};
+
+using LogProbabilities = std::vector<float>;  // [vocabulary]
+
+LogProbabilities log_softmax(std::span<const float> logits) {
+  const float max = *std::max_element(logits.begin(), logits.end());
+  double sum = 0.0;
+  for (const float x : logits) sum += std::exp(static_cast<double>(x) - max);
+  const auto shift = static_cast<float>(max + std::log(sum));
+  LogProbabilities result(logits.size());
+  std::transform(logits.begin(), logits.end(), result.begin(), [shift](float x) { return x - shift; });
+  return result;
+}
+
+double kl_divergence(const LogProbabilities& p, const LogProbabilities& q) {
+  double sum = 0.0;
+  for (std::size_t i = 0; i < p.size(); ++i) sum += std::exp(static_cast<double>(p[i])) * (p[i] - q[i]);
+  return sum;
+}
+
+std::size_t top(const LogProbabilities& p) {
+  return static_cast<std::size_t>(std::max_element(p.begin(), p.end()) - p.begin());
+}
+
+class Eval {
+ public:
+  Eval(const EvalOptions& options, const Model& model, const EngineOptions& engine)
+      : options_(options), model_(model), engine_options_(engine) {}
+
+  Result<std::vector<Row>> run() {
+    if (Status status = read_text(); !status) return std::unexpected(status.error());
+    if (Status status = compute_reference(); !status) return std::unexpected(status.error());
+    for (const std::uint32_t block : options_.blocks) {
+      for (const std::string& digest : options_.digests) {
+        if (Status status = run_engine(block, digest); !status) return std::unexpected(status.error());
+        if (interrupted()) return std::move(rows_);
+      }
+    }
+    return std::move(rows_);
+  }
+
+ private:
+  Status read_text() {
+    const auto text = read_text_file(options_.file);
+    if (!text) return std::unexpected(text.error());
+    tokens_ = model_.vocabulary().tokenize(*text, true, false);
+    const std::size_t wanted = std::size_t{options_.context} + options_.positions;
+    if (tokens_.size() < wanted) {
+      return fail(ErrorCode::kInvalidArgument,
+                  "{} has {} tokens, {} + {} are wanted; give a longer text (-f) or lower -c or -n",
+                  options_.file, tokens_.size(), options_.context, options_.positions);
+    }
+    tokens_.resize(wanted);
+    return {};
+  }
+
+  Result<std::unique_ptr<Engine>> make_engine(const EngineOptions& options) const {
+    EngineOptions complete = options;
+    complete.context = static_cast<std::uint32_t>(tokens_.size());
+    return Engine::create(model_, complete);
+  }
+
+  Status prefill(Engine& engine, Sequence& sequence, const std::string& what) const {
+    ProgressLine line(what);
+    const auto context = std::span(tokens_).first(options_.context);
+    const auto logits = engine.prefill(sequence, context, [&](std::uint32_t done) {
+      line.update(static_cast<double>(done) / options_.context, fmt::format("{} tokens", done));
+      return !interrupted();
+    });
+    return logits ? Status{} : std::unexpected(logits.error());
+  }
+
+  /// Calls body(position, log probabilities) for each decoded position.
+  template <typename Body>
+  Status decode(Engine& engine, Sequence& sequence, const std::string& what, const Body& body) const {
+    ProgressLine line(what);
+    for (std::uint32_t i = 0; i < options_.positions && !interrupted(); ++i) {
+      const StepGroup group{&sequence, std::span(tokens_).subspan(options_.context + i, 1),
+                            LogitsWanted::kLast};
+      const auto logits = engine.step(std::span(&group, 1));
+      if (!logits) return std::unexpected(logits.error());
+      if (sequence.error()) return std::unexpected(*sequence.error());
+      body(i, log_softmax(std::span(*logits, model_.vocabulary().size())));
+      line.update((i + 1.0) / options_.positions, fmt::format("{} positions", i + 1));
+    }
+    return {};
+  }
+
+  Status compute_reference() {
+    EngineOptions options = engine_options_;
+    options.tiers = {};
+    const auto engine = make_engine(options);
+    if (!engine) return std::unexpected(engine.error());
+    const auto sequence = (*engine)->new_sequence();
+    if (!sequence) return std::unexpected(sequence.error());
+    if (Status status = prefill(**engine, **sequence, "full attention: text"); !status) return status;
+    return decode(**engine, **sequence, "full attention",
+                  [&](std::uint32_t, LogProbabilities row) { reference_.push_back(std::move(row)); });
+  }
+
+  Status run_engine(std::uint32_t block, const std::string& digest) {
+    EngineOptions options = engine_options_;
+    options.block_tokens = block;
+    TierChoices choices = options_.tiers;
+    choices.digest = digest;
+    if (choices.far == "none") choices.far = "host";
+    choices.policy = "previous-layer";  // an engine that can change to any
+    choices.budget = *std::max_element(options_.budgets.begin(), options_.budgets.end());
+    auto tiers = tier_options(choices);
+    if (!tiers) return std::unexpected(tiers.error());
+    options.tiers = std::move(*tiers);
+    options.tiers.measure_coverage = true;
+    const auto engine = make_engine(options);
+    if (!engine) return std::unexpected(engine.error());
+    const auto sequence = (*engine)->new_sequence();
+    if (!sequence) return std::unexpected(sequence.error());
+    const std::string name = fmt::format("blocks of {}, {}", block, digest);
+    if (Status status = prefill(**engine, **sequence, name + ": text"); !status) return status;
+    for (const std::string& policy : options_.policies) {
+      for (const std::uint32_t budget : options_.budgets) {
+        if (Status status = measure(**engine, **sequence, policy, budget); !status) return status;
+        if (interrupted()) return {};
+        rows_.back().block_tokens = block;
+        rows_.back().digest = digest;
+        if (Status status = (*sequence)->truncate(options_.context); !status) return status;
+      }
+    }
+    return {};
+  }
+
+  Status measure(Engine& engine, Sequence& sequence, const std::string& name, std::uint32_t budget) {
+    const auto policy = parse_policy(name);
+    if (!policy) return std::unexpected(policy.error());
+    if (Status status = engine.set_selection(*policy, budget); !status) return status;
+    const Coverage before = engine.coverage();
+    std::vector<double> kl;
+    std::size_t same = 0;
+    const Status status = decode(engine, sequence, fmt::format("{}, budget {}", name, budget),
+                                 [&](std::uint32_t i, const LogProbabilities& row) {
+                                   kl.push_back(kl_divergence(reference_[i], row));
+                                   same += top(reference_[i]) == top(row);
+                                 });
+    if (!status || kl.empty()) return status;
+    Row row{.policy = name, .budget = budget};
+    for (const double value : kl) row.kl_mean += value / static_cast<double>(kl.size());
+    row.same_top = static_cast<double>(same) / static_cast<double>(kl.size());
+    std::sort(kl.begin(), kl.end());
+    row.kl_p99 = kl[(kl.size() - 1) * 99 / 100];
+    if (*policy == Policy::kOracle) {
+      const Coverage& after = engine.coverage();
+      const auto samples = static_cast<double>(after.samples - before.samples);
+      row.coverage = Coverage{.samples = after.samples - before.samples,
+                              .oracle = (after.oracle - before.oracle) / samples,
+                              .digest = (after.digest - before.digest) / samples,
+                              .previous = (after.previous - before.previous) / samples};
+    }
+    rows_.push_back(std::move(row));
+    return {};
+  }
+
+  const EvalOptions& options_;
+  const Model& model_;
+  EngineOptions engine_options_;
+  std::vector<TokenId> tokens_;
+  std::vector<LogProbabilities> reference_;  // [position]
+  std::vector<Row> rows_;
+};
+
+std::string coverage_text(const Row& row) {
+  if (!row.coverage) return "";
+  return fmt::format("{:.3f} / {:.3f} / {:.3f}", row.coverage->oracle, row.coverage->digest,
+                     row.coverage->previous);
+}
+
+void print_markdown(const std::vector<Row>& rows, const EvalOptions& options) {
+  fmt::print("{}, {}: {} positions after {} tokens, commit {}\n\n", options.model.model, options.file,
+             options.positions, options.context, DUALDECODER_COMMIT);
+  fmt::print(
+      "| block | digest | policy | budget | mean KL | KL p99 | same top token | attention covered: oracle / "
+      "digest / "
+      "previous query |\n|---|---|---|---|---|---|---|---|\n");
+  for (const Row& row : rows) {
+    fmt::print("| {} | {} | {} | {} | {:.4f} | {:.3f} | {:.1f} % | {} |\n", row.block_tokens, row.digest,
+               row.policy, row.budget, row.kl_mean, row.kl_p99, row.same_top * 100.0, coverage_text(row));
+  }
+}
+
+void print_json(const std::vector<Row>& rows, const EvalOptions& options) {
+  nlohmann::ordered_json list = nlohmann::ordered_json::array();
+  for (const Row& row : rows) {
+    nlohmann::ordered_json json = {{"model", options.model.model},
+                                   {"text", options.file},
+                                   {"context", options.context},
+                                   {"positions", options.positions},
+                                   {"block_tokens", row.block_tokens},
+                                   {"digest", row.digest},
+                                   {"policy", row.policy},
+                                   {"budget", row.budget},
+                                   {"kl_mean", row.kl_mean},
+                                   {"kl_p99", row.kl_p99},
+                                   {"same_top", row.same_top},
+                                   {"commit", DUALDECODER_COMMIT}};
+    if (row.coverage) {
+      json["coverage_oracle"] = row.coverage->oracle;
+      json["coverage_digest"] = row.coverage->digest;
+      json["coverage_previous"] = row.coverage->previous;
+    }
+    list.push_back(std::move(json));
+  }
+  fmt::print("{}\n", list.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace));
+}
+
+Status run_eval(const EvalOptions& options) {
+  if (!options.kl) return fail(ErrorCode::kInvalidArgument, "name what to measure: --kl");
+  for (const std::string& policy : options.policies) {
+    if (const auto known = parse_policy(policy); !known) return std::unexpected(known.error());
+  }
+  const auto model = load_model(options.model);
+  if (!model) return std::unexpected(model.error());
+  const auto engine = engine_options(options.model, **model);
+  if (!engine) return std::unexpected(engine.error());
+  const auto rows = Eval(options, **model, *engine).run();
+  if (!rows) return std::unexpected(rows.error());
+  if (options.output == "json") {
+    print_json(*rows, options);
+  } else {
+    print_markdown(*rows, options);
+  }
+  return {};
+}
+
+}  // namespace
+
+void add_eval_command(CLI::App& app, int& exit_code) {
+  auto options = std::make_shared<EvalOptions>();
+  CLI::App* command = app.add_subcommand("eval", "Measure how close decoding stays to full attention");
+  add_model_options(*command, options->model, false);
+  add_tier_options(*command, options->tiers, false);
+  command->add_flag("--kl", options->kl,
+                    "Divergence of the next token's distribution from full attention, teacher-forced");
+  command->add_option("-f,--file", options->file, "Text to read")->required()->type_name("FILE");
+  command->add_option("-c,--ctx-size", options->context, "Tokens of the text that are context")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1 << 24))
+      ->type_name("TOKENS");
+  command->add_option("-n,--positions", options->positions, "Tokens after it that are decoded")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1 << 20))
+      ->type_name("TOKENS");
+  command->add_option("--policy", options->policies, "Policies to compare")
+      ->delimiter(',')
+      ->capture_default_str();
+  command->add_option("--budgets", options->budgets, "Budgets to compare, in tokens")
+      ->delimiter(',')
+      ->capture_default_str();
+  command->add_option("--block-sizes", options->blocks, "Block sizes to compare")
+      ->delimiter(',')
+      ->check(CLI::IsMember({16, 32, 64}))
+      ->capture_default_str();
+  command->add_option("--digests", options->digests, "Digests to compare")
+      ->delimiter(',')
+      ->check(CLI::IsMember({"minmax", "mean"}))
+      ->capture_default_str();
+  command->add_option("-o,--output", options->output, "Format of the table")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"md", "json"}));
+  add_environment_names(*command);
+  command->callback([options, &exit_code] {
+    catch_interrupts();
+    if (Status status = run_eval(*options); !status) {
+      exit_code = report(status.error());
+    } else if (interrupted()) {
+      exit_code = kExitInterrupted;
+    }
+  });
+}
+
+}  // namespace dualdecoder
