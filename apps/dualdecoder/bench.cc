@@ -6,6 +6,7 @@
 // repetition each engine runs once, in turn, so that what disturbs the machine disturbs both; ratios are
 // medians over these pairs.
 #include <algorithm>
+#include <filesystem>
 #include <memory>
 #include <numeric>
 #include <optional>
@@ -13,9 +14,10 @@
 
 #include <nlohmann/json.hpp>
 
+#include "base/file.h"
 #include "command.h"
 #include "commit.h"
-#include "peer/libllama.h"
+#include "contender.h"
 #include "progress.h"
 
 namespace dualdecoder {
@@ -25,6 +27,11 @@ constexpr std::uint32_t kTokensMax = 1U << 24;
 
 struct BenchOptions {
   ModelOptions model;
+  TierChoices tiers;
+  std::vector<std::string> far = {"none"};
+  std::vector<std::string> policies = {"previous"};
+  std::string fill = "prompt";
+  std::string file;
   std::vector<std::uint32_t> prefill = {512};
   std::vector<std::uint32_t> decode = {64};
   std::vector<std::uint32_t> depth = {0};
@@ -34,100 +41,18 @@ struct BenchOptions {
   std::string output = "md";
 };
 
-/// An engine under measurement: some sequences that can be filled, advanced and cut back.
-class Contender {
- public:
-  virtual ~Contender() = default;
-  virtual const char* name() const = 0;
-  virtual std::uint32_t depth(std::uint32_t sequence) const = 0;
-  virtual Status append(std::uint32_t sequence, std::span<const TokenId> tokens) = 0;
-  /// One token for each sequence.
-  virtual Status decode(std::span<const TokenId> tokens) = 0;
-  virtual Status truncate(std::uint32_t sequence, std::uint32_t tokens) = 0;
-  virtual std::size_t near_kv_bytes() const = 0;
-};
-
-class Ours final : public Contender {
- public:
-  static Result<std::unique_ptr<Ours>> create(const Model& model, const EngineOptions& options) {
-    auto engine = Engine::create(model, options);
-    if (!engine) return std::unexpected(engine.error());
-    auto ours = std::make_unique<Ours>();
-    ours->engine_ = std::move(*engine);
-    for (std::uint32_t i = 0; i < options.sequences; ++i) {
-      auto sequence = ours->engine_->new_sequence();
-      if (!sequence) return std::unexpected(sequence.error());
-      ours->sequences_.push_back(std::move(*sequence));
-    }
-    return ours;
-  }
-  const char* name() const override { return "dualdecoder"; }
-  std::uint32_t depth(std::uint32_t sequence) const override { return sequences_[sequence]->tokens(); }
-  Status append(std::uint32_t sequence, std::span<const TokenId> tokens) override {
-    const auto logits = engine_->prefill(*sequences_[sequence], tokens);
-    return logits ? Status{} : std::unexpected(logits.error());
-  }
-  Status decode(std::span<const TokenId> tokens) override {
-    groups_.clear();
-    for (std::size_t i = 0; i < tokens.size(); ++i) {
-      groups_.push_back({sequences_[i].get(), tokens.subspan(i, 1), LogitsWanted::kLast});
-    }
-    const auto logits = engine_->step(groups_);
-    if (!logits) return std::unexpected(logits.error());
-    for (const auto& sequence : sequences_) {
-      if (sequence->error()) return std::unexpected(*sequence->error());
-    }
-    return {};
-  }
-  Status truncate(std::uint32_t sequence, std::uint32_t tokens) override {
-    return sequences_[sequence]->truncate(tokens);
-  }
-  std::size_t near_kv_bytes() const override { return engine_->near().bytes_in_use(); }
-
- private:
-  std::unique_ptr<Engine> engine_;
-  std::vector<std::unique_ptr<Sequence>> sequences_;  // before engine_'s memory goes
-  std::vector<StepGroup> groups_;
-};
-
-class Peer final : public Contender {
- public:
-  Peer(std::unique_ptr<Libllama> llama, std::size_t token_bytes, std::uint32_t sequences)
-      : llama_(std::move(llama)), token_bytes_(token_bytes), sequences_(sequences) {}
-  const char* name() const override { return "libllama"; }
-  std::uint32_t depth(std::uint32_t sequence) const override { return llama_->tokens(sequence); }
-  Status append(std::uint32_t sequence, std::span<const TokenId> tokens) override {
-    const auto logits = llama_->prefill(sequence, tokens);
-    return logits ? Status{} : std::unexpected(logits.error());
-  }
-  Status decode(std::span<const TokenId> tokens) override {
-    const auto logits = llama_->decode(tokens);
-    return logits ? Status{} : std::unexpected(logits.error());
-  }
-  Status truncate(std::uint32_t sequence, std::uint32_t tokens) override {
-    return llama_->truncate(sequence, tokens);
-  }
-  std::size_t near_kv_bytes() const override {
-    std::size_t tokens = 0;
-    for (std::uint32_t i = 0; i < sequences_; ++i) tokens += llama_->tokens(i);
-    return tokens * token_bytes_;
-  }
-
- private:
-  std::unique_ptr<Libllama> llama_;
-  std::size_t token_bytes_;
-  std::uint32_t sequences_;
-};
-
 /// The measurements of one test with one engine.
 struct Row {
   std::string engine = {};
+  std::string far = {};
+  std::string policy = {};
   std::string test = {};
   std::uint32_t depth = 0;
   std::uint32_t sequences = 1;
   std::uint32_t steps = 1;  // per measurement
   std::uint32_t tokens_per_step = 1;
-  std::size_t near_kv_bytes = 0;
+  std::uint64_t near_kv_bytes = 0;
+  TierTotals tiers = {};               // over all repetitions
   std::vector<double> seconds = {};    // one per repetition
   std::optional<double> speedup = {};  // over the peer, median of pairs
 };
@@ -146,19 +71,51 @@ double spread(const Row& row) {
   return (*high - *low) / 2.0 / median(row.seconds);
 }
 
-/// Tokens that stand for text: seeded, uniform over the vocabulary, as llama-bench has them.
-std::vector<TokenId> random_tokens(std::uint32_t count, std::uint32_t vocabulary, std::uint64_t seed) {
-  std::mt19937_64 random(seed);
-  std::uniform_int_distribution<TokenId> token(0, static_cast<TokenId>(vocabulary) - 1);
-  std::vector<TokenId> tokens(count);
-  for (TokenId& t : tokens) t = token(random);
-  return tokens;
-}
+double total_seconds(const Row& row) { return std::accumulate(row.seconds.begin(), row.seconds.end(), 0.0); }
+double total_steps(const Row& row) { return static_cast<double>(row.steps * row.seconds.size()); }
+
+/// What is put in: a text, repeated as often as needed, or tokens that stand for one, seeded and uniform over
+/// the vocabulary, as llama-bench has them.
+class TokenSource {
+ public:
+  static Result<TokenSource> create(const BenchOptions& options, const Vocabulary& vocabulary) {
+    TokenSource source;
+    source.vocabulary_ = static_cast<TokenId>(vocabulary.size());
+    if (options.file.empty()) return source;
+    const auto text = read_text_file(options.file);
+    if (!text) return std::unexpected(text.error());
+    source.text_ = vocabulary.tokenize(*text, false, false);
+    if (source.text_.empty()) return fail(ErrorCode::kInvalidArgument, "{} is empty", options.file);
+    return source;
+  }
+  /// Tokens [first, first + count) of the stream with this number.
+  std::vector<TokenId> tokens(std::uint64_t stream, std::uint32_t first, std::uint32_t count) const {
+    std::vector<TokenId> tokens(count);
+    if (text_.empty()) {
+      std::mt19937_64 random(stream * 1'000'003 + first);
+      std::uniform_int_distribution<TokenId> token(0, vocabulary_ - 1);
+      for (TokenId& t : tokens) t = token(random);
+    } else {
+      for (std::uint32_t i = 0; i < count; ++i) tokens[i] = text_[(stream * 997 + first + i) % text_.size()];
+    }
+    return tokens;
+  }
+
+ private:
+  TokenId vocabulary_ = 0;
+  std::vector<TokenId> text_;
+};
 
 class Bench {
  public:
-  Bench(const BenchOptions& options, const Model& model, const EngineOptions& engine)
-      : options_(options), model_(model), engine_options_(engine) {}
+  Bench(const BenchOptions& options, const Model& model, const EngineOptions& engine, TokenSource source)
+      : options_(options), model_(model), engine_options_(engine), source_(std::move(source)) {}
+
+  ~Bench() {
+    contenders_.clear();
+    std::error_code ignored;
+    for (const std::string& directory : directories_) std::filesystem::remove(directory, ignored);
+  }
 
   Result<std::vector<Row>> run() {
     for (const std::uint32_t sequences : options_.sequences) {
@@ -179,21 +136,39 @@ class Bench {
     };
     EngineOptions engine = engine_options_;
     engine.sequences = sequences;
-    engine.context =
-        most(options_.depth) + std::max({most(options_.prefill), most(options_.decode), kWarmUpTokens}) + 1;
-    auto ours = Ours::create(model_, engine);
-    if (!ours) return std::unexpected(ours.error());
-    contenders_.push_back(std::move(*ours));
+    engine.context = most(options_.depth) +
+                     std::max({most(options_.prefill), most(options_.decode), 2 * kWarmUpTokens}) + 1;
+    for (const std::string& far : options_.far) {
+      for (const std::string& policy : options_.policies) {
+        if (far == "none" && policy != options_.policies.front()) continue;  // all near: no policy
+        TierChoices choices = options_.tiers;
+        choices.far = far;
+        choices.policy = policy;
+        auto tiers = tier_options(choices);
+        if (!tiers) return std::unexpected(tiers.error());
+        if (tiers->far.kind == FarKind::kFile && options_.policies.size() > 1) {
+          if (Status status = own_directory(tiers->far.directory, policy); !status) return status;
+        }
+        engine.tiers = std::move(*tiers);
+        auto ours = make_our_contender(model_, engine, far);
+        if (!ours) return std::unexpected(ours.error());
+        contenders_.push_back(std::move(*ours));
+      }
+    }
     if (options_.peer == "none") return {};
-    auto llama = Libllama::load(model_.path(), {.threads = engine.threads,
-                                                .context = engine.context,
-                                                .sequences = sequences,
-                                                .batch = engine.prefill_chunk,
-                                                .outputs = sequences});
+    auto llama = make_libllama_contender(model_, engine);
     if (!llama) return std::unexpected(llama.error());
-    const std::size_t token_bytes = model_.hyperparameters().geometry(engine.block_tokens).token_bytes();
-    contenders_.push_back(std::make_unique<Peer>(std::move(*llama), token_bytes, sequences));
+    contenders_.push_back(std::move(*llama));
     return {};
+  }
+
+  /// One engine at a time uses a directory: with several policies each gets one of its own below it.
+  Status own_directory(std::string& directory, const std::string& policy) {
+    directory += "/" + policy;
+    std::error_code error;
+    if (std::filesystem::create_directory(directory, error)) directories_.push_back(directory);
+    if (!error) return {};
+    return fail(ErrorCode::kIo, "cannot make the directory {}: {}", directory, error.message());
   }
 
   Status run_depth(std::uint32_t sequences, std::uint32_t depth) {
@@ -203,7 +178,7 @@ class Bench {
     }
     for (const std::uint32_t tokens : options_.prefill) {
       if (tokens == 0 || sequences > 1) continue;  // a prompt is computed alone
-      const auto tokens_in = random_tokens(tokens, model_.vocabulary().size(), 2);
+      const auto tokens_in = source_.tokens(0, depth, tokens);
       const auto work = [&](Contender& contender) { return contender.append(0, tokens_in); };
       const Row row{
           .test = fmt::format("pp{} @ d{}", tokens, depth), .depth = depth, .tokens_per_step = tokens};
@@ -211,7 +186,7 @@ class Bench {
     }
     for (const std::uint32_t steps : options_.decode) {
       if (steps == 0) continue;
-      const auto tokens_in = random_tokens(steps * sequences, model_.vocabulary().size(), 3);
+      const auto tokens_in = step_tokens(depth, steps, sequences);
       const auto work = [&](Contender& contender) -> Status {
         for (std::uint32_t step = 0; step < steps; ++step) {
           const auto tokens = std::span(tokens_in).subspan(std::size_t{step} * sequences, sequences);
@@ -229,10 +204,21 @@ class Bench {
     return {};
   }
 
+  /// [step, sequence]: each sequence goes on where its filling ended.
+  std::vector<TokenId> step_tokens(std::uint32_t depth, std::uint32_t steps, std::uint32_t sequences) const {
+    std::vector<TokenId> tokens(std::size_t{steps} * sequences);
+    for (std::uint32_t s = 0; s < sequences; ++s) {
+      const auto own = source_.tokens(s, depth, steps);
+      for (std::uint32_t step = 0; step < steps; ++step)
+        tokens[std::size_t{step} * sequences + s] = own[step];
+    }
+    return tokens;
+  }
+
   /// Brings every sequence to `depth` tokens and runs a little of everything, so that nothing is measured
   /// cold.
   Status fill(Contender& contender, std::uint32_t sequences, std::uint32_t depth) {
-    ProgressLine line(fmt::format("filling {}", contender.name()));
+    ProgressLine line(fmt::format("filling {} {}", contender.engine(), contender.far()));
     constexpr std::uint32_t kPiece = 2048;
     for (std::uint32_t s = 0; s < sequences; ++s) {
       if (contender.depth(s) > depth) {
@@ -240,20 +226,22 @@ class Bench {
       }
       while (contender.depth(s) < depth && !interrupted()) {
         const std::uint32_t have = contender.depth(s);
-        const auto tokens =
-            random_tokens(std::min(kPiece, depth - have), model_.vocabulary().size(), s * 1000 + have);
-        if (Status status = contender.append(s, tokens); !status) return status;
+        const std::uint32_t count = std::min(kPiece, depth - have);
+        const bool synthetic = options_.fill == "synthetic" && contender.engine() == "dualdecoder";
+        const Status status = synthetic ? contender.fill_synthetic(s, count)
+                                        : contender.append(s, source_.tokens(s, have, count));
+        if (!status) return status;
         line.update((s + static_cast<double>(contender.depth(s)) / depth) / sequences,
                     fmt::format("{} of {} x {} tokens", s * depth + contender.depth(s), sequences, depth));
       }
     }
     if (interrupted()) return {};
-    if (Status status = contender.append(0, random_tokens(kWarmUpTokens, model_.vocabulary().size(), 1));
-        !status) {
-      return status;
+    if (Status status = contender.append(0, source_.tokens(0, depth, kWarmUpTokens)); !status) return status;
+    const auto warm_up = step_tokens(depth, kWarmUpTokens, sequences);
+    for (std::uint32_t step = 0; step < kWarmUpTokens; ++step) {
+      const auto tokens = std::span(warm_up).subspan(std::size_t{step} * sequences, sequences);
+      if (Status status = contender.decode(tokens); !status) return status;
     }
-    if (Status status = contender.decode(random_tokens(sequences, model_.vocabulary().size(), 1)); !status)
-      return status;
     return cut_back(contender, sequences, depth);
   }
 
@@ -271,22 +259,27 @@ class Bench {
     for (std::uint32_t repeat = 0; repeat < options_.repeats && !interrupted(); ++repeat) {
       for (std::size_t i = 0; i < contenders_.size(); ++i) {
         Contender& contender = *contenders_[i];
+        const TierTotals before = contender.totals();
         const Stopwatch watch;
         if (Status status = work(contender); !status) return status;
         rows[i].seconds.push_back(watch.seconds());
-        rows[i].engine = contender.name();
+        rows[i].tiers = contender.totals() - (before - rows[i].tiers);
+        rows[i].engine = contender.engine();
+        rows[i].far = contender.far();
+        rows[i].policy = contender.policy();
         rows[i].near_kv_bytes = contender.near_kv_bytes();
         if (Status status = cut_back(contender, test.sequences, test.depth); !status) return status;
       }
       line.update((repeat + 1.0) / options_.repeats, fmt::format("{:.1f} tokens/s", tokens_per_s(rows[0])));
     }
     if (rows[0].seconds.empty()) return {};
-    if (rows.size() == 2) {
+    for (std::size_t i = 0; options_.peer != "none" && i + 1 < rows.size(); ++i) {
       std::vector<double> ratios;
-      for (std::size_t i = 0; i < rows[0].seconds.size(); ++i)
-        ratios.push_back(rows[1].seconds[i] / rows[0].seconds[i]);
-      rows[0].speedup = median(ratios);
+      for (std::size_t r = 0; r < rows[i].seconds.size() && r < rows.back().seconds.size(); ++r)
+        ratios.push_back(rows.back().seconds[r] / rows[i].seconds[r]);
+      if (!ratios.empty()) rows[i].speedup = median(ratios);
     }
+    std::erase_if(rows, [](const Row& row) { return row.seconds.empty(); });
     rows_.insert(rows_.end(), rows.begin(), rows.end());
     return {};
   }
@@ -296,16 +289,18 @@ class Bench {
   const BenchOptions& options_;
   const Model& model_;
   EngineOptions engine_options_;
+  TokenSource source_;
   std::vector<std::unique_ptr<Contender>> contenders_;
+  std::vector<std::string> directories_;  // that were made here
   std::vector<Row> rows_;
 };
 
-void print_json(const std::vector<Row>& rows, std::uint32_t threads) {
+void print_json(const std::vector<Row>& rows, const BenchOptions& options, std::uint32_t threads) {
   nlohmann::ordered_json list = nlohmann::ordered_json::array();
   for (const Row& row : rows) {
     nlohmann::ordered_json json = {{"engine", row.engine},
                                    {"test", row.test},
-                                   {"policy", "dense"},
+                                   {"policy", row.policy},
                                    {"context", row.depth},
                                    {"sequences", row.sequences},
                                    {"threads", threads},
@@ -313,21 +308,48 @@ void print_json(const std::vector<Row>& rows, std::uint32_t threads) {
                                    {"ms_per_step", ms_per_step(row)},
                                    {"spread", spread(row)},
                                    {"near_kv_bytes", row.near_kv_bytes},
-                                   {"commit", DUALDECODER_COMMIT}};
+                                   {"commit", DUALDECODER_COMMIT},
+                                   {"far", row.far},
+                                   {"fill", row.engine == "dualdecoder" ? options.fill : "prompt"}};
+    if (row.far != "none") {
+      json["budget"] = options.tiers.budget;
+      json["block_tokens"] = options.model.block_tokens;
+      json["stall_share"] = row.tiers.stall_s / total_seconds(row);
+      json["select_share"] = row.tiers.select_s / total_seconds(row);
+      json["far_read_bytes_per_step"] = row.tiers.read_bytes / total_steps(row);
+      json["blocks_attended_per_step"] = row.tiers.blocks_attended / total_steps(row);
+      json["blocks_missed_per_step"] = row.tiers.blocks_missed / total_steps(row);
+      json["blocks_late_per_step"] = row.tiers.blocks_late / total_steps(row);
+    }
     if (row.speedup) json["speedup"] = *row.speedup;
     list.push_back(std::move(json));
   }
   fmt::print("{}\n", list.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace));
 }
 
-void print_markdown(const std::vector<Row>& rows, const Model& model, std::uint32_t threads) {
-  fmt::print("{}, {} threads, commit {}\n\n", model.path(), threads, DUALDECODER_COMMIT);
-  fmt::print("| test | sequences | engine | tokens/s | ms/step | spread | near KV MiB | vs libllama |\n");
-  fmt::print("|---|---|---|---|---|---|---|---|\n");
+void print_markdown(const std::vector<Row>& rows, const BenchOptions& options, const Model& model,
+                    std::uint32_t threads) {
+  fmt::print("{}, {} threads, commit {}", model.path(), threads, DUALDECODER_COMMIT);
+  if (options.far != std::vector<std::string>{"none"}) {
+    fmt::print(", budget {} in blocks of {}", options.tiers.budget, options.model.block_tokens);
+  }
+  if (options.fill == "synthetic") fmt::print(", filled with random KV (speed only)");
+  fmt::print(
+      "\n\n| test | sequences | engine | far | policy | tokens/s | ms/step | spread | near KV MiB | "
+      "far MiB/step | stall | ranking | missed / late blocks/step | vs libllama |\n");
+  fmt::print("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n");
   for (const Row& row : rows) {
-    fmt::print("| {} | {} | {} | {:.1f} | {:.2f} | ±{:.0f} % | {:.1f} | {} |\n", row.test, row.sequences,
-               row.engine, tokens_per_s(row), ms_per_step(row), spread(row) * 100.0,
-               static_cast<double>(row.near_kv_bytes) / 1048576.0,
+    std::string tiers = "| | |";
+    if (row.far != "none") {
+      tiers = fmt::format(
+          "{:.2f} | {:.1f} % | {:.1f} % | {:.1f} / {:.1f}",
+          row.tiers.read_bytes / total_steps(row) / 1048576.0, row.tiers.stall_s / total_seconds(row) * 100.0,
+          row.tiers.select_s / total_seconds(row) * 100.0, row.tiers.blocks_missed / total_steps(row),
+          row.tiers.blocks_late / total_steps(row));
+    }
+    fmt::print("| {} | {} | {} | {} | {} | {:.1f} | {:.2f} | ±{:.0f} % | {:.1f} | {} | {} |\n", row.test,
+               row.sequences, row.engine, row.far, row.policy, tokens_per_s(row), ms_per_step(row),
+               spread(row) * 100.0, static_cast<double>(row.near_kv_bytes) / 1048576.0, tiers,
                row.speedup ? fmt::format("{:.2f}x", *row.speedup) : "");
   }
 }
@@ -337,12 +359,14 @@ Status run_bench(const BenchOptions& options) {
   if (!model) return std::unexpected(model.error());
   const auto engine = engine_options(options.model, **model);
   if (!engine) return std::unexpected(engine.error());
-  const auto rows = Bench(options, **model, *engine).run();
+  auto source = TokenSource::create(options, (*model)->vocabulary());
+  if (!source) return std::unexpected(source.error());
+  const auto rows = Bench(options, **model, *engine, std::move(*source)).run();
   if (!rows) return std::unexpected(rows.error());
   if (options.output == "json") {
-    print_json(*rows, engine->threads);
+    print_json(*rows, options, engine->threads);
   } else {
-    print_markdown(*rows, **model, engine->threads);
+    print_markdown(*rows, options, **model, engine->threads);
   }
   return {};
 }
@@ -354,6 +378,26 @@ void add_bench_command(CLI::App& app, int& exit_code) {
   CLI::App* command =
       app.add_subcommand("bench", "Measure prefill and decode speed, alone or against libllama");
   add_model_options(*command, options->model);
+  add_tier_options(*command, options->tiers, false);
+  command
+      ->add_option("--far", options->far,
+                   "Far tiers to measure: none (all KV near), host (memory), file:DIR (a file in DIR)")
+      ->delimiter(',')
+      ->capture_default_str()
+      ->type_name("TIER,...");
+  command->add_option("--policy", options->policies, "Policies to measure with each far tier")
+      ->delimiter(',')
+      ->capture_default_str()
+      ->type_name("NAME,...");
+  command
+      ->add_option(
+          "--fill", options->fill,
+          "How sequences reach a depth: prompt, or synthetic (random KV, ours only: for speed alone)")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"prompt", "synthetic"}));
+  command
+      ->add_option("-f,--file", options->file, "Text to put in, repeated as needed; random tokens otherwise")
+      ->type_name("FILE");
   const auto list = [&](const char* names, std::vector<std::uint32_t>& values, std::uint32_t least,
                         std::uint32_t most, const char* text) {
     command->add_option(names, values, text)

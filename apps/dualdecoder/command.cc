@@ -20,7 +20,7 @@ void on_interrupt(int signal) {
 
 }  // namespace
 
-void add_model_options(CLI::App& command, ModelOptions& options, bool one_engine) {
+void add_model_options(CLI::App& command, ModelOptions& options) {
   command.add_option("-m,--model", options.model, "GGUF file of the model")->required()->type_name("FILE");
   command.add_option("-t,--threads", options.threads, "Threads; 0: one per core")
       ->capture_default_str()
@@ -30,12 +30,10 @@ void add_model_options(CLI::App& command, ModelOptions& options, bool one_engine
       ->capture_default_str()
       ->check(CLI::Range(1, 16384))
       ->type_name("TOKENS");
-  if (one_engine) {
-    command.add_option("--block-size", options.block_tokens, "Tokens of one KV block")
-        ->capture_default_str()
-        ->check(CLI::IsMember({16, 32, 64}))
-        ->type_name("TOKENS");
-  }
+  command.add_option("--block-size", options.block_tokens, "Tokens of one KV block")
+      ->capture_default_str()
+      ->check(CLI::IsMember({16, 32, 64}))
+      ->type_name("TOKENS");
   command.add_flag(
       "--batch-invariant", options.batch_invariant,
       "A sequence's results do not depend on the others in its step, up to 32 rows (slower with several)");
@@ -56,12 +54,11 @@ void add_tier_options(CLI::App& command, TierChoices& choices, bool one_engine) 
     text("--policy", choices.policy,
          "What brings blocks near: previous, reactive, last-set, previous-layer, full, oracle", "NAME");
   }
-  if (!one_engine) choices.far = "host";
   text("--far-size", choices.far_size, "Most that the far tier may take, e.g. 20GiB; 0: what is needed",
        "SIZE");
   text("--near-memory", choices.near_memory, "Most that KV near may take, e.g. 64MiB; 0: by --near-slots",
        "SIZE");
-  if (one_engine) tokens("--budget", choices.budget, "Tokens that a layer selects, beside its window");
+  tokens("--budget", choices.budget, "Tokens that a layer selects, beside its window");
   tokens("--near-slots", choices.near_slots,
          "Tokens that a layer has room for beside its window; 0: twice the budget");
   tokens("--sink-tokens", choices.sink_tokens, "First tokens that are always near");
@@ -71,12 +68,10 @@ void add_tier_options(CLI::App& command, TierChoices& choices, bool one_engine) 
       ->capture_default_str()
       ->group(group)
       ->type_name("N");
-  if (one_engine) {
-    command.add_option("--digest", choices.digest, "What stands in for a block's keys: minmax or mean")
-        ->capture_default_str()
-        ->group(group)
-        ->check(CLI::IsMember({"minmax", "mean"}));
-  }
+  command.add_option("--digest", choices.digest, "What stands in for a block's keys: minmax or mean")
+      ->capture_default_str()
+      ->group(group)
+      ->check(CLI::IsMember({"minmax", "mean"}));
   command.add_option("--digest-type", choices.digest_type, "Number format of digests")
       ->capture_default_str()
       ->group(group)

@@ -43,8 +43,8 @@ struct TierChoices {
   std::uint32_t dense_layers = 0;
 };
 
-/// -m, -t, -b and the like; --block-size only if `one_engine`.
-void add_model_options(CLI::App& command, ModelOptions& options, bool one_engine = true);
+/// -m, -t, -b and the like.
+void add_model_options(CLI::App& command, ModelOptions& options);
 /// --far, --near-memory, --policy and the like; --far and --policy only if `one_engine`.
 void add_tier_options(CLI::App& command, TierChoices& choices, bool one_engine = true);
 /// -c

@@ -276,7 +276,7 @@ Status run_eval(const EvalOptions& options) {
 void add_eval_command(CLI::App& app, int& exit_code) {
   auto options = std::make_shared<EvalOptions>();
   CLI::App* command = app.add_subcommand("eval", "Measure how close decoding stays to full attention");
-  add_model_options(*command, options->model, false);
+  add_model_options(*command, options->model);
   add_tier_options(*command, options->tiers, false);
   command->add_flag("--kl", options->kl,
                     "Divergence of the next token's distribution from full attention, teacher-forced");

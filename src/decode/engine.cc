@@ -1,7 +1,10 @@
 #include "decode/engine.h"
 
 #include <algorithm>
+#include <cstring>
+#include <random>
 
+#include "attention/f16.h"
 #include "base/check.h"
 
 namespace dualdecoder {
@@ -39,6 +42,37 @@ Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineO
   return engine;
 }
 
+Status Engine::fill_synthetic(Sequence& sequence, std::uint32_t tokens, std::uint64_t seed) {
+  if (sequence.error()) return std::unexpected(*sequence.error());
+  if (Status status = check_room(sequence, tokens); !status) return status;
+  if (Status status = sequence.reserve_pages(sequence.tokens() + tokens); !status) return status;
+  // Blocks are pieces of one pool of normal numbers, each from another place.
+  const std::size_t block_values = 2 * sequence.geometry().half_block_elements();
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal(0.0f, 1.0f);
+  std::vector<f16_bits> pool(8 * block_values);
+  for (f16_bits& value : pool) value = f16_from_float(normal(random));
+  const std::uint32_t end = sequence.tokens() + tokens;
+  const std::uint32_t block_tokens = sequence.geometry().block_tokens;
+  while (sequence.tokens() < end) {
+    tiers_->begin_step();
+    const BlockIndex block(sequence.tokens() / block_tokens);
+    const std::uint32_t block_end = std::min(end, (block.value + 1) * block_tokens);
+    if (Status status = sequence.take_slots(block_end); !status) return status;
+    for (LayerIndex layer; layer.value < sequence.geometry().layers; ++layer) {
+      f16_bits* const to = near().k(sequence.residency().slot(layer, block));
+      std::memcpy(to, pool.data() + random() % (pool.size() - block_values), block_values * sizeof(f16_bits));
+      const bool full = block_end == (block.value + 1) * block_tokens;
+      if (full && sequence.digests() != nullptr && plan().layers[layer.value].kind == LayerKind::kSelecting)
+        sequence.digests()->add(layer, to);
+    }
+    sequence.commit(block_end - sequence.tokens());
+    sequence.write_full_pages();
+    if (sequence.error()) return std::unexpected(*sequence.error());
+  }
+  return {};
+}
+
 Status Engine::set_selection(Policy policy, std::uint32_t budget_tokens) {
   const Policy made_with = options_.tiers.policy;
   const bool possible = plan().tiered() && (policy == Policy::kFull || made_with != Policy::kFull) &&
@@ -55,12 +89,14 @@ Status Engine::check(const Sequence& sequence, std::span<const TokenId> tokens) 
   if (sequence.error()) return std::unexpected(*sequence.error());
   if (tokens.empty()) return fail(ErrorCode::kInvalidArgument, "no tokens to decode");
   if (Status status = model_.vocabulary().check_tokens(tokens); !status) return status;
-  if (tokens.size() > options_.context - sequence.tokens()) {
-    return fail(ErrorCode::kContextExceeded,
-                "{} tokens do not fit the context of {}; shorten them or raise it with -c",
-                sequence.tokens() + tokens.size(), options_.context);
-  }
-  return {};
+  return check_room(sequence, tokens.size());
+}
+
+Status Engine::check_room(const Sequence& sequence, std::size_t tokens) const {
+  if (tokens <= options_.context - sequence.tokens()) return {};
+  return fail(ErrorCode::kContextExceeded,
+              "{} tokens do not fit the context of {}; shorten them or raise it with -c",
+              sequence.tokens() + tokens, options_.context);
 }
 
 Result<const float*> Engine::prefill(Sequence& sequence, std::span<const TokenId> tokens,

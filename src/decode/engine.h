@@ -41,6 +41,10 @@ class Engine {
   /// meaningless logits; the others are as if it had not been there.
   Result<const float*> step(std::span<const StepGroup> groups);
 
+  /// Appends `tokens` tokens of random K and V, to reach a depth fast. For measuring speed: nothing that is
+  /// decoded afterwards means anything. Errors like prefill.
+  Status fill_synthetic(Sequence& sequence, std::uint32_t tokens, std::uint64_t seed);
+
   /// Changes policy and budget for the steps to come, to compare them over the same KV. kInvalidArgument for
   /// a policy that this engine was not made for: a selecting one after kFull or without a far tier,
   /// kPreviousLayer unless made with it.
@@ -60,6 +64,7 @@ class Engine {
  private:
   Engine(const Model& model, const EngineOptions& options) : model_(model), options_(options) {}
   Status check(const Sequence& sequence, std::span<const TokenId> tokens) const;
+  Status check_room(const Sequence& sequence, std::size_t tokens) const;
 
   const Model& model_;
   EngineOptions options_;

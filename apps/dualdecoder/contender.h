@@ -1,0 +1,50 @@
+// An engine under measurement: some sequences that can be filled, advanced and cut back. Ours, with a far
+// tier and a policy or with all KV near, and libllama.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "base/error.h"
+#include "decode/engine.h"
+#include "peer/libllama.h"
+
+namespace dualdecoder {
+
+/// Running totals of what the tiers did; zeros when there is only one.
+struct TierTotals {
+  double stall_s = 0.0;
+  double select_s = 0.0;  // ranking blocks: the passes select and predict
+  double read_bytes = 0.0;
+  double blocks_attended = 0.0;
+  double blocks_missed = 0.0;
+  double blocks_late = 0.0;
+
+  TierTotals operator-(const TierTotals& before) const;
+};
+
+class Contender {
+ public:
+  virtual ~Contender() = default;
+  virtual std::string engine() const = 0;
+  virtual std::string far() const = 0;     // "none", "host", "file:DIR"
+  virtual std::string policy() const = 0;  // "dense" when all KV is near
+  virtual std::uint32_t depth(std::uint32_t sequence) const = 0;
+  virtual Status append(std::uint32_t sequence, std::span<const TokenId> tokens) = 0;
+  /// Random KV in place of a prompt. kUnsupported where the engine cannot.
+  virtual Status fill_synthetic(std::uint32_t sequence, std::uint32_t tokens) = 0;
+  /// One token for each sequence.
+  virtual Status decode(std::span<const TokenId> tokens) = 0;
+  virtual Status truncate(std::uint32_t sequence, std::uint32_t tokens) = 0;
+  virtual std::uint64_t near_kv_bytes() const = 0;
+  virtual TierTotals totals() const { return {}; }
+};
+
+/// `far`: as the user wrote it, for the table.
+Result<std::unique_ptr<Contender>> make_our_contender(const Model& model, const EngineOptions& options,
+                                                      const std::string& far);
+Result<std::unique_ptr<Contender>> make_libllama_contender(const Model& model, const EngineOptions& options);
+
+}  // namespace dualdecoder
