@@ -56,6 +56,7 @@ void add_environment_names(CLI::App& command);
 void add_run_command(CLI::App& app, int& exit_code);
 void add_bench_command(CLI::App& app, int& exit_code);
 void add_eval_command(CLI::App& app, int& exit_code);
+void add_plan_command(CLI::App& app, int& exit_code);
 
 /// "dualdecoder: <message>" on stderr; returns the exit code that fits: 2 for input that can never work, 1
 /// otherwise.

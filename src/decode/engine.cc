@@ -1,6 +1,7 @@
 #include "decode/engine.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <random>
 
@@ -71,6 +72,36 @@ Status Engine::fill_synthetic(Sequence& sequence, std::uint32_t tokens, std::uin
     if (sequence.error()) return std::unexpected(*sequence.error());
   }
   return {};
+}
+
+Result<double> Engine::measure_far_bandwidth(Sequence& sequence) {
+  if (!plan().tiered()) return fail(ErrorCode::kInvalidArgument, "there is no far tier");
+  Transfers& transfers = tiers_->transfers();
+  if (!transfers.finish(sequence.residency())) {
+    return fail(ErrorCode::kIo, "{}: a write does not end", tiers_->far_description());
+  }
+  // Every staging slot once a round, from blocks that lie far apart.
+  const std::uint32_t pages = sequence.tokens() / sequence.geometry().block_tokens;
+  const std::uint32_t slots = plan().staging_slots;
+  if (pages == 0 || slots == 0) return fail(ErrorCode::kInvalidArgument, "there is nothing to read");
+  const auto done = std::make_unique<bool[]>(slots);
+  constexpr std::uint64_t kBytes = 64ULL << 20;
+  std::mt19937_64 random(1);
+  std::uint64_t bytes = 0;
+  const auto start = std::chrono::steady_clock::now();
+  while (bytes < kBytes) {
+    for (std::uint32_t i = 0; i < slots; ++i, bytes += sequence.geometry().slot_bytes()) {
+      const PageIndex page = sequence.page(BlockIndex(static_cast<std::uint32_t>(random() % pages)));
+      const LayerIndex layer(static_cast<std::uint32_t>(random() % sequence.geometry().layers));
+      transfers.read_staged(sequence.residency(), layer, page, near().staging_slot(i), done[i]);
+    }
+    if (!transfers.finish(sequence.residency())) {
+      return fail(ErrorCode::kIo, "{}: a read does not end", tiers_->far_description());
+    }
+    if (sequence.error()) return std::unexpected(*sequence.error());
+  }
+  const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - start;
+  return static_cast<double>(bytes) / spent.count();
 }
 
 Status Engine::set_selection(Policy policy, std::uint32_t budget_tokens) {

@@ -45,6 +45,10 @@ class Engine {
   /// decoded afterwards means anything. Errors like prefill.
   Status fill_synthetic(Sequence& sequence, std::uint32_t tokens, std::uint64_t seed);
 
+  /// Bytes per second at which single blocks of `sequence` come from the far tier, as many in flight as its
+  /// port takes. Tiered, some pages written.
+  Result<double> measure_far_bandwidth(Sequence& sequence);
+
   /// Changes policy and budget for the steps to come, to compare them over the same KV. kInvalidArgument for
   /// a policy that this engine was not made for: a selecting one after kFull or without a far tier,
   /// kPreviousLayer unless made with it.
@@ -58,7 +62,8 @@ class Engine {
   const NearTier& near() const { return tiers_->near(); }
   const StepStats& stats() const { return step_->stats(); }
   const Coverage& coverage() const { return step_->coverage(); }
-  std::size_t activation_bytes() const { return forward_->activation_bytes(); }
+  /// Everything beside weights, KV, digests and tables: activations and what attention works in.
+  std::size_t activation_bytes() const { return forward_->activation_bytes() + step_->carry_bytes(); }
   const std::array<std::uint64_t, kPasses>& pass_ns() const { return step_->pass_ns(); }
 
  private:
