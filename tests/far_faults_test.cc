@@ -331,6 +331,32 @@ TEST_F(FaultyGenerations, EndAsErrorAloneWhenAStepFails) {
   }
 }
 
+TEST_F(FaultyGenerations, EndAsErrorAloneWhenAWriteFailsBetweenSteps) {
+  const EngineOptions options = small_options(2);
+  SimulatedPort* port = nullptr;
+  const auto tiered = simulated(
+      *model_, options,
+      {.latency_min = std::chrono::milliseconds(100), .latency_max = std::chrono::milliseconds(200)}, &port);
+  Generator generator(*tiered);
+  std::vector<std::unique_ptr<Generation>> generations;
+  generations.push_back(start(generator, 0));
+  ASSERT_TRUE(generator.prefill(*generations[0]));
+  Trap trap(*port, tiered->plan().geometry.page_bytes());
+  trap.arm(generations[0]->sequence(), CopyKind::kWrite, FaultKind::kError);
+  Generation* const first = generations[0].get();
+  while (!trap.sprung()) ASSERT_TRUE(generator.step(std::span(&first, 1)));
+  ASSERT_FALSE(first->sequence().error()) << "the write is under way";
+  generations.push_back(start(generator, 1));
+  ASSERT_TRUE(generator.prefill(*generations[1]));
+  ASSERT_TRUE(first->sequence().error());
+  EXPECT_TRUE(first->running());
+  run(generator, generations);
+  EXPECT_EQ(first->finish_reason(), FinishReason::kError);
+  EXPECT_EQ(first->error().code, ErrorCode::kIo);
+  EXPECT_EQ(generations[1]->finish_reason(), FinishReason::kLength);
+  EXPECT_EQ(generations[1]->tokens(), tokens_alone(options, 1));
+}
+
 TEST_F(FaultyGenerations, EndAsErrorAloneWhenTheirPromptFails) {
   const EngineOptions options = small_options(2);
   SimulatedPort* port = nullptr;

@@ -232,6 +232,9 @@ class Soak : public TieredEngines {
 
   /// One step of some of them, most with one token.
   void advance() {
+    for (std::size_t i = live_.size(); i-- > 0;) {
+      if (live_[i].sequence->error()) fail_at(i, *live_[i].sequence->error());  // a write came back
+    }
     std::vector<std::size_t> members;
     std::vector<Deed> deeds;
     for (std::size_t i = 0; i < live_.size(); ++i) {
