@@ -126,6 +126,29 @@ class TiersTest : public testing::Test {
     return outcome;
   }
 
+  /// One sequence: each turn is brought in as a prompt and followed by `steps` single tokens.
+  static Outcome play_turns(Engine& engine, std::span<const std::vector<TokenId>> turns,
+                            std::uint32_t steps) {
+    Outcome outcome{.logits = {{}}, .errors = {std::nullopt}};
+    const auto sequence = std::move(*engine.new_sequence());
+    const auto keep = [&](const Result<const float*>& logits) {
+      if (!logits) {
+        outcome.errors[0] = logits.error();
+      } else {
+        outcome.logits[0].insert(outcome.logits[0].end(), *logits, *logits + kTinyVocabulary);
+      }
+    };
+    for (const std::vector<TokenId>& turn : turns) {
+      keep(engine.prefill(*sequence, turn));
+      for (std::uint32_t s = 0; s < steps && !outcome.errors[0]; ++s) {
+        const StepGroup group{sequence.get(), std::span(turn).first(1), LogitsWanted::kLast};
+        keep(engine.step(std::span(&group, 1)));
+      }
+      if (outcome.errors[0]) break;
+    }
+    return outcome;
+  }
+
   static void expect_same_bits(const Outcome& outcome, const Outcome& reference) {
     for (std::size_t i = 0; i < reference.logits.size(); ++i) {
       EXPECT_FALSE(outcome.errors[i]) << "sequence " << i << ": " << outcome.errors[i]->message;
@@ -196,6 +219,27 @@ TEST_P(EveryBlockSelected, GivesTheBitsOfAllNearForPromptsAroundBlockBoundariesA
         if (HasFatalFailure()) return;
       }
     }
+  }
+}
+
+// A last chunk of one row selects, behind chunks that have ranked nothing; a chunk needs many slots at once.
+TEST_P(EveryBlockSelected, GivesTheBitsOfAllNearWhenPromptsComeBehindDecodedTokens) {
+  for (const std::uint32_t more : {1U, 2U, kChunk, kChunk + 1, 3 * kChunk + 1}) {
+    EngineOptions options = base_options(1, 16);
+    const std::vector<std::uint32_t> lengths = {133, more, more};
+    const Script script = make_script(lengths, 0, more);
+    const Outcome reference = play_turns(*engine(options), script.prompts, 7);
+    for (const Policy policy : kEveryPolicy) {
+      for (const std::uint32_t near_tokens : {1U, 128U, kContext}) {
+        SCOPED_TRACE(fmt::format("{}, {} tokens more, {} near", policy_name(policy), more, near_tokens));
+        options.tiers.far.kind = FarKind::kHost;
+        options.tiers.policy = policy;
+        options.tiers.near_tokens = near_tokens;
+        expect_same_bits(play_turns(*engine(options), script.prompts, 7), reference);
+        if (HasFatalFailure()) return;
+      }
+    }
+    options.tiers.far = {};
   }
 }
 

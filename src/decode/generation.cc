@@ -101,23 +101,27 @@ Status Generator::prefill(Generation& generation, const Engine::Progress& progre
 
 Status Generator::step(std::span<Generation* const> running) {
   groups_.clear();
+  members_.clear();
   for (Generation* generation : running) {
     DD_CHECK(generation->running() && !generation->tokens_.empty());
+    if (generation->sequence_->error()) continue;  // since the last step: a write came back
+    members_.push_back(generation);
     groups_.push_back({.sequence = generation->sequence_.get(),
                        .tokens = std::span(&generation->tokens_.back(), 1),
                        .logits = LogitsWanted::kLast});
   }
-  const auto logits = engine_.step(groups_);
-  if (!logits) return std::unexpected(logits.error());
-  const std::size_t vocabulary = engine_.model().vocabulary().size();
-  for (std::size_t i = 0; i < running.size(); ++i) {
-    Generation& generation = *running[i];
-    if (generation.sequence_->error()) {
-      generation.error_ = *generation.sequence_->error();
-      generation.finish(FinishReason::kError);
-    } else {
-      draw(generation, *logits + i * vocabulary);
+  if (!groups_.empty()) {
+    const auto logits = engine_.step(groups_);
+    if (!logits) return std::unexpected(logits.error());
+    const std::size_t vocabulary = engine_.model().vocabulary().size();
+    for (std::size_t i = 0; i < members_.size(); ++i) {
+      if (!members_[i]->sequence_->error()) draw(*members_[i], *logits + i * vocabulary);
     }
+  }
+  for (Generation* generation : running) {
+    if (!generation->running() || !generation->sequence_->error()) continue;
+    generation->error_ = *generation->sequence_->error();
+    generation->finish(FinishReason::kError);
   }
   return {};
 }

@@ -94,6 +94,7 @@ class Generator {
   std::vector<TokenId> end_tokens_;
   SamplerScratch scratch_;
   std::vector<StepGroup> groups_;
+  std::vector<Generation*> members_;  // of groups_
 };
 
 }  // namespace dualdecoder

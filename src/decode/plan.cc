@@ -89,21 +89,23 @@ class Planner {
     const std::uint32_t wanted =
         tiers_.near_tokens == 0 ? 2 * plan_.budget_blocks : blocks(tiers_.near_tokens);
     plan_.near_slots = std::clamp(wanted, least, most);
-    if (tiers_.near_bytes_max > 0 && selecting > 0) {
+    if (tiers_.near_bytes_max > 0) {
       std::uint64_t fixed = plan_.staging_slots + options_.sequences * selecting * plan_.window_slots;
       for (const LayerPlan& layer : plan_.layers) fixed += std::uint64_t{options_.sequences} * layer.slots;
       const std::uint64_t per_slot = options_.sequences * selecting;
       const std::uint64_t allowed = tiers_.near_bytes_max / slot_bytes();
       if (allowed < fixed + per_slot * least) {
         return fail(ErrorCode::kInvalidArgument,
-                    "--near-memory {}: at least {} are needed for the window, a chunk of the prompt and "
+                    "--near-memory {}: at least {}KiB are needed for the window, a chunk of the prompt and "
                     "staging; raise it, or lower -b, --recent-tokens or the number of sequences",
                     format_bytes(static_cast<double>(tiers_.near_bytes_max)),
-                    format_bytes(static_cast<double>((fixed + per_slot * least) * slot_bytes())));
+                    (fixed + per_slot * least) * slot_bytes() / 1024);
       }
-      const std::uint64_t affordable = std::min<std::uint64_t>((allowed - fixed) / per_slot, most);
-      plan_.near_slots = static_cast<std::uint32_t>(
-          tiers_.near_tokens == 0 ? affordable : std::min<std::uint64_t>(affordable, plan_.near_slots));
+      if (selecting > 0) {
+        const std::uint64_t affordable = std::min<std::uint64_t>((allowed - fixed) / per_slot, most);
+        plan_.near_slots = static_cast<std::uint32_t>(
+            tiers_.near_tokens == 0 ? affordable : std::min<std::uint64_t>(affordable, plan_.near_slots));
+      }
     }
     for (LayerPlan& layer : plan_.layers) {
       if (layer.kind == LayerKind::kSelecting) layer.slots = plan_.window_slots + plan_.near_slots;

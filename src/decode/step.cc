@@ -95,8 +95,12 @@ void Step::begin_rows(const StepGroup& group, Work& work) {
   work.streamed_ahead = false;
   DD_CHECK(work.rows > 0);
   if (tiers_.tiered()) {
-    for (LayerIndex layer; layer.value < model_.hyperparameters().layers; ++layer)
-      keep_near(work, work.position, layer, tiers_.step());
+    // Several rows attend to no selection, and may need its slots for the blocks that they fill.
+    if (work.rows > 1) group.sequence->residency().forget_wants();
+    for (LayerIndex layer; layer.value < model_.hyperparameters().layers; ++layer) {
+      keep_window_near(work, work.position, layer, tiers_.step());
+      if (work.rows == 1) keep_selection_near(work, layer, tiers_.step());
+    }
   }
   // A failure is the sequence's own error; its rows go through the step without effect.
   static_cast<void>(group.sequence->take_slots(work.position + work.rows));
@@ -116,9 +120,9 @@ void Step::begin_rows(const StepGroup& group, Work& work) {
   }
 }
 
-// What a row at `position` needs near, window and selection, keeps its slot in `step`. A selection that has
-// no room is streamed, and keeps nothing.
-void Step::keep_near(const Work& work, std::uint32_t position, LayerIndex layer, std::uint64_t step) const {
+// The window of a row at `position` keeps its slots in `step`.
+void Step::keep_window_near(const Work& work, std::uint32_t position, LayerIndex layer,
+                            std::uint64_t step) const {
   Residency& residency = work.sequence->residency();
   const std::uint32_t end = tiers_.geometry().blocks_for(position);
   const std::uint32_t window = model_.hyperparameters().window[layer.value];
@@ -138,9 +142,13 @@ void Step::keep_near(const Work& work, std::uint32_t position, LayerIndex layer,
   for (BlockIndex block; block < candidates.first && block.value < end; ++block)
     residency.want(layer, block, step);
   for (BlockIndex block = candidates.end; block.value < end; ++block) residency.want(layer, block, step);
+}
+
+// A selection that has no room is streamed, and keeps nothing.
+void Step::keep_selection_near(const Work& work, LayerIndex layer, std::uint64_t step) const {
   const Selection& selection = work.sequence->selection(layer);
   if (!selection.valid || selection.blocks.size() > tiers_.plan().near_slots) return;
-  for (const BlockIndex block : selection.blocks) residency.want(layer, block, step);
+  for (const BlockIndex block : selection.blocks) work.sequence->residency().want(layer, block, step);
 }
 
 // ---- append
@@ -189,7 +197,8 @@ const float* Step::last_query(const Work& work, const float* q) const {
   return q + (std::size_t{work.first_row} + work.rows - 1) * model_.hyperparameters().query_width();
 }
 
-// Ranks with this step's own queries, where the policy says so or nothing was ranked before.
+// Ranks with this step's own queries, where the policy says so, nothing was ranked before, or chunks that
+// rank nothing have moved blocks out of the window since.
 void Step::select(LayerIndex layer, const LayerRows& rows) {
   rank_requests_.clear();
   for (Work& work : std::span(work_).first(works_)) {
@@ -197,11 +206,11 @@ void Step::select(LayerIndex layer, const LayerRows& rows) {
     if (!work.selecting || work.sequence->error()) continue;
     const bool own_query = policy() == Policy::kReactive || policy() == Policy::kOracle ||
                            (policy() == Policy::kPreviousLayer && layer.value == 0);
-    if (!own_query && work.sequence->selection(layer).valid) continue;
-    rank_requests_.push_back({.sequence = work.sequence,
-                              .layer = layer,
-                              .q = last_query(work, rows.q),
-                              .candidates = candidates_at_position(work.position)});
+    const Candidates candidates = candidates_at_position(work.position);
+    const Selection& selection = work.sequence->selection(layer);
+    if (!own_query && selection.valid && selection.end == candidates.end) continue;
+    rank_requests_.push_back(
+        {.sequence = work.sequence, .layer = layer, .q = last_query(work, rows.q), .candidates = candidates});
   }
   rank();
   if (policy() == Policy::kPreviousLayer) select_ahead(layer, rows);
@@ -450,7 +459,8 @@ void Step::predict(LayerIndex layer, const LayerRows& rows) {
 
 // Starts the reads of a selection for an attention at `position` in `step`, if there is room for all of it.
 void Step::fetch_ahead(Work& work, LayerIndex layer, std::uint32_t position, std::uint64_t step) {
-  keep_near(work, position, layer, step);
+  keep_window_near(work, position, layer, step);
+  keep_selection_near(work, layer, step);
   Residency& residency = work.sequence->residency();
   const Selection& selection = work.sequence->selection(layer);
   if (selection.blocks.size() > tiers_.plan().near_slots) return;

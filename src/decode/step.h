@@ -86,7 +86,8 @@ class Step {
 
   void begin(std::span<const StepGroup> groups);
   void begin_rows(const StepGroup& group, Work& work);
-  void keep_near(const Work& work, std::uint32_t position, LayerIndex layer, std::uint64_t step) const;
+  void keep_window_near(const Work& work, std::uint32_t position, LayerIndex layer, std::uint64_t step) const;
+  void keep_selection_near(const Work& work, LayerIndex layer, std::uint64_t step) const;
   void append(LayerIndex layer, const LayerRows& rows);
   void add_digests(LayerIndex layer);
   void select(LayerIndex layer, const LayerRows& rows);
