@@ -27,7 +27,7 @@ struct EvalOptions {
   std::vector<std::string> policies = {"previous"};
   std::vector<std::uint32_t> budgets = {512, 1024, 2048};
   std::vector<std::uint32_t> blocks = {32};
-  std::vector<std::string> digests = {"minmax"};
+  std::vector<std::string> digests = {"principal"};
   std::string output = "md";
 };
 
@@ -301,7 +301,7 @@ void add_eval_command(CLI::App& app, int& exit_code) {
       ->capture_default_str();
   command->add_option("--digests", options->digests, "Digests to compare")
       ->delimiter(',')
-      ->check(CLI::IsMember({"minmax", "mean"}))
+      ->check(CLI::IsMember({"minmax", "mean", "principal"}))
       ->capture_default_str();
   command->add_option("-o,--output", options->output, "Format of the table")
       ->capture_default_str()
