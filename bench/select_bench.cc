@@ -1,4 +1,5 @@
-// Choosing blocks by their digests: the exact scan against the groups, in f16 and int8, on one thread.
+// Choosing blocks by their digests: the exact scan against the groups, in f16 and int8, on one thread; and
+// what a block's digests take to make.
 //
 // The shape is SmolLM2-135M's: 9 query heads, 3 KV heads of 64, 30 layers with digests of their own, 32
 // blocks chosen. Keys wander smoothly from token to token, queries stand near some of them and are new in
@@ -6,7 +7,7 @@
 // memory as they do between two steps. Printed are medians over the rounds, per layer and for all layers;
 // recall is that of the exact scan's blocks.
 //
-//   select_bench [--quick] [--target NAME] [--rounds N] [--count N]
+//   select_bench [--quick] [--target NAME] [--digest minmax|mean|principal] [--rounds N] [--count N]
 #include <algorithm>
 #include <charconv>
 #include <chrono>
@@ -34,6 +35,13 @@ struct Options {
   std::uint32_t rounds = 15;
   std::uint32_t count = 32;
   std::string target = score_targets().front();
+  std::string digest = "principal";
+
+  DigestKind kind() const {
+    return digest == "minmax" ? DigestKind::kMinMax
+           : digest == "mean" ? DigestKind::kMean
+                              : DigestKind::kPrincipal;
+  }
 };
 
 constexpr std::uint32_t kHeads = 9;
@@ -181,6 +189,28 @@ bool compare(std::uint32_t layers, std::uint32_t blocks, const DigestOptions& di
   return found > 0.5;
 }
 
+void measure_add(const DigestOptions& digest, const Options& options) {
+  const KvGeometry geometry = {
+      .layers = 1, .kv_heads = kKvHeads, .head_dim = kHeadDim, .block_tokens = kBlockTokens};
+  constexpr std::uint32_t kBlocks = 256;
+  auto digests = Digests::create(geometry, digest, kBlocks);
+  DD_CHECK(digests.has_value(), "{}", digests.error().message);
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal;
+  std::vector<f16_bits> k(geometry.half_block_elements());
+  for (f16_bits& x : k) x = f16_from_float(normal(random));
+  std::vector<double> microseconds;
+  for (std::uint32_t round = 0; round <= options.rounds; ++round) {
+    (*digests)->truncate(0);
+    const auto start = std::chrono::steady_clock::now();
+    for (std::uint32_t block = 0; block < kBlocks; ++block) (*digests)->add(LayerIndex(0), k.data());
+    const std::chrono::duration<double, std::micro> time = std::chrono::steady_clock::now() - start;
+    if (round > 0) microseconds.push_back(time.count() / kBlocks);
+  }
+  std::printf("add, %s: %.2f us per block and layer\n", digest.type == DigestType::kF16 ? "f16" : "int8",
+              median(microseconds));
+}
+
 std::optional<Options> parse(std::span<char*> arguments) {
   Options options;
   for (std::size_t i = 1; i < arguments.size(); ++i) {
@@ -196,6 +226,10 @@ std::optional<Options> parse(std::span<char*> arguments) {
       options.target = value;
       continue;
     }
+    if (name == "--digest" && (value == "minmax" || value == "mean" || value == "principal")) {
+      options.digest = value;
+      continue;
+    }
     std::uint32_t* const number = name == "--rounds"  ? &options.rounds
                                   : name == "--count" ? &options.count
                                                       : nullptr;
@@ -208,8 +242,8 @@ std::optional<Options> parse(std::span<char*> arguments) {
 
 int run(const Options& options) {
   force_score_target(options.target);
-  std::printf("1 thread, %s, %u blocks chosen, medians of %u rounds\n", options.target.c_str(), options.count,
-              options.rounds);
+  std::printf("1 thread, %s, %s, %u blocks chosen, medians of %u rounds\n", options.target.c_str(),
+              options.digest.c_str(), options.count, options.rounds);
   std::printf("blocks  type    scan  us/layer   all ms    least  MB read   GB/s  recall\n");
   std::vector<std::uint64_t> weights((options.quick ? kWeightBytes / 32 : kWeightBytes) / 8);
   const std::uint32_t layers = options.quick ? 2 : 30;
@@ -218,8 +252,11 @@ int run(const Options& options) {
     const std::vector<std::uint32_t> sizes =
         options.quick ? std::vector<std::uint32_t>{1024} : std::vector<std::uint32_t>{256, 1024, 4096, 8192};
     for (const std::uint32_t blocks : sizes) {
-      agree = compare(layers, blocks, {.type = type}, options, weights) && agree;
+      agree = compare(layers, blocks, {.kind = options.kind(), .type = type}, options, weights) && agree;
     }
+  }
+  for (const DigestType type : {DigestType::kF16, DigestType::kInt8}) {
+    measure_add({.kind = options.kind(), .type = type}, options);
   }
   if (!agree) std::fprintf(stderr, "the groups find less than half of the blocks\n");
   return agree ? EXIT_SUCCESS : EXIT_FAILURE;
@@ -231,7 +268,8 @@ int run(const Options& options) {
 int main(int argc, char** argv) {
   const auto options = dualdecoder::parse(std::span(argv, static_cast<std::size_t>(argc)));
   if (!options) {
-    std::fprintf(stderr, "usage: select_bench [--quick] [--target NAME] [--rounds N] [--count N]\n");
+    std::fprintf(stderr,
+                 "usage: select_bench [--quick] [--target NAME] [--digest NAME] [--rounds N] [--count N]\n");
     return 2;
   }
   return dualdecoder::run(*options);

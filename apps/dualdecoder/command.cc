@@ -68,10 +68,11 @@ void add_tier_options(CLI::App& command, TierChoices& choices, bool one_engine) 
       ->capture_default_str()
       ->group(group)
       ->type_name("N");
-  command.add_option("--digest", choices.digest, "What stands in for a block's keys: minmax or mean")
+  command
+      .add_option("--digest", choices.digest, "What stands in for a block's keys: principal, minmax or mean")
       ->capture_default_str()
       ->group(group)
-      ->check(CLI::IsMember({"minmax", "mean"}));
+      ->check(CLI::IsMember({"minmax", "mean", "principal"}));
   command.add_option("--digest-type", choices.digest_type, "Number format of digests")
       ->capture_default_str()
       ->group(group)
@@ -159,7 +160,9 @@ Result<TierOptions> tier_options(const TierChoices& choices) {
   tiers.sink_tokens = choices.sink_tokens;
   tiers.recent_tokens = choices.recent_tokens;
   tiers.dense_layers = choices.dense_layers;
-  tiers.digests.kind = choices.digest == "mean" ? DigestKind::kMean : DigestKind::kMinMax;
+  tiers.digests.kind = choices.digest == "minmax" ? DigestKind::kMinMax
+                       : choices.digest == "mean" ? DigestKind::kMean
+                                                  : DigestKind::kPrincipal;
   tiers.digests.type = choices.digest_type == "int8" ? DigestType::kInt8 : DigestType::kF16;
   return tiers;
 }

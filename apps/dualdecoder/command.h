@@ -34,7 +34,7 @@ struct TierChoices {
   std::string far_size = "0";
   std::string near_memory = "0";
   std::string policy = "previous";
-  std::string digest = "minmax";
+  std::string digest = "principal";
   std::string digest_type = "f16";
   std::uint32_t budget = TierOptions{}.budget_tokens;
   std::uint32_t sink_tokens = TierOptions{}.sink_tokens;

@@ -27,7 +27,7 @@ struct EvalOptions {
   std::vector<std::string> policies = {"previous"};
   std::vector<std::uint32_t> budgets = {512, 1024, 2048};
   std::vector<std::uint32_t> blocks = {32};
-  std::vector<std::string> digests = {"minmax"};
+  std::vector<std::string> digests = {"principal"};
   std::string output = "md";
 };
 
@@ -278,6 +278,8 @@ void add_eval_command(CLI::App& app, int& exit_code) {
   CLI::App* command = app.add_subcommand("eval", "Measure how close decoding stays to full attention");
   add_model_options(*command, options->model);
   add_tier_options(*command, options->tiers, false);
+  for (const char* one : {"--block-size", "--budget", "--digest"})
+    command->remove_option(command->get_option(one));  // lists here
   command->add_flag("--kl", options->kl,
                     "Divergence of the next token's distribution from full attention, teacher-forced");
   command->add_option("-f,--file", options->file, "Text to read")->required()->type_name("FILE");
@@ -292,16 +294,16 @@ void add_eval_command(CLI::App& app, int& exit_code) {
   command->add_option("--policy", options->policies, "Policies to compare")
       ->delimiter(',')
       ->capture_default_str();
-  command->add_option("--budgets", options->budgets, "Budgets to compare, in tokens")
+  command->add_option("--budget", options->budgets, "Budgets to compare, in tokens")
       ->delimiter(',')
       ->capture_default_str();
-  command->add_option("--block-sizes", options->blocks, "Block sizes to compare")
+  command->add_option("--block-size", options->blocks, "Block sizes to compare")
       ->delimiter(',')
       ->check(CLI::IsMember({16, 32, 64}))
       ->capture_default_str();
-  command->add_option("--digests", options->digests, "Digests to compare")
+  command->add_option("--digest", options->digests, "Digests to compare")
       ->delimiter(',')
-      ->check(CLI::IsMember({"minmax", "mean"}))
+      ->check(CLI::IsMember({"minmax", "mean", "principal"}))
       ->capture_default_str();
   command->add_option("-o,--output", options->output, "Format of the table")
       ->capture_default_str()

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <type_traits>
@@ -60,9 +61,8 @@ HWY_INLINE Pairs set_pair(const std::int16_t* from) {
   std::memcpy(&both, from, sizeof(both));
   return hn::BitCast(Int16s(), hn::Set(Int32s(), both));
 }
-template <typename Byte>
-HWY_INLINE Pairs load_pairs(const Byte* from) {
-  return hn::PromoteTo(Int16s(), hn::LoadU(hn::Rebind<Byte, Int16s>(), from));
+HWY_INLINE Pairs load_pairs(const std::int8_t* from) {
+  return hn::PromoteTo(Int16s(), hn::LoadU(hn::Rebind<std::int8_t, Int16s>(), from));
 }
 HWY_INLINE Integers multiply_add(Pairs a, Pairs b, Integers sum) {
   Integers unused = hn::Zero(Int32s());  // on x86 the sum of each pair stays in its place
@@ -77,16 +77,10 @@ struct Pairs {
 HWY_INLINE Pairs set_pair(const std::int16_t* from) {
   return {hn::Set(Int32s(), from[0]), hn::Set(Int32s(), from[1])};
 }
-template <typename Byte>
-HWY_INLINE Pairs load_pairs(const Byte* from) {
+HWY_INLINE Pairs load_pairs(const std::int8_t* from) {
   const hn::Rebind<std::int16_t, Int32s> d;
   const Integers both = hn::PromoteTo(Int32s(), hn::LoadU(d, reinterpret_cast<const std::int16_t*>(from)));
-  if constexpr (std::is_signed_v<Byte>) {
-    return {hn::ShiftRight<24>(hn::ShiftLeft<24>(both)), hn::ShiftRight<8>(both)};
-  } else {
-    const Integers byte = hn::Set(Int32s(), 255);
-    return {hn::And(both, byte), hn::And(hn::ShiftRight<8>(both), byte)};
-  }
+  return {hn::ShiftRight<24>(hn::ShiftLeft<24>(both)), hn::ShiftRight<8>(both)};
 }
 HWY_INLINE Integers multiply_add(const Pairs& a, const Pairs& b, Integers sum) {
   return hn::Add(sum, hn::Add(hn::Mul(a.first, b.first), hn::Mul(a.second, b.second)));
@@ -114,10 +108,7 @@ struct ByteProduct {
   static constexpr int kSumsMax = kManyRegisters ? 12 : 6;
   static HWY_INLINE Integers zero() { return hn::Zero(Int32s()); }
   static HWY_INLINE Pairs set(const std::int16_t* from) { return set_pair(from); }
-  template <typename Byte>
-  static HWY_INLINE Pairs load_columns(const Byte* from) {
-    return load_pairs(from);
-  }
+  static HWY_INLINE Pairs load_columns(const std::int8_t* from) { return load_pairs(from); }
   static HWY_INLINE Integers add(const Pairs& a, const Pairs& b, Integers sum) {
     return multiply_add(a, b, sum);
   }
@@ -202,14 +193,26 @@ HWY_INLINE void score_halves(const DigestColumns& from, const std::byte* const (
     values[t] = reinterpret_cast<const f16_bits*>(tiles[t]);
     next[t] = reinterpret_cast<const f16_bits*>(ahead[t]);
   }
-  const std::size_t depth = std::size_t{2} * from.head_dim;
+  const std::size_t depth = from.head_dim;
   Vector sums[kRows][kVectors];
-  multiply<HalfProduct, kRows, kTiles>(query.values, depth, values, next, depth, sums);
+  multiply<HalfProduct, kRows, kTiles>(query.values, 2 * depth, values, next, depth, sums);
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) hn::StoreU(sums[r][v], Floats(), to + r * stride + v * kLanes);
+  }
+#pragma GCC unroll 16
+  for (int t = 0; t < kTiles; ++t) {
+    values[t] += depth * kTileDigests;
+    next[t] += depth * kTileDigests;
+  }
+  multiply<HalfProduct, kRows, kTiles>(query.values + depth, 2 * depth, values, next, depth, sums);
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) {
-      hn::StoreU(clamp_score(sums[r][v]), Floats(), to + r * stride + v * kLanes);
+      float* const place = to + r * stride + v * kLanes;
+      hn::StoreU(clamp_score(hn::Add(hn::LoadU(Floats(), place), hn::Abs(sums[r][v]))), Floats(), place);
     }
   }
 }
@@ -224,14 +227,14 @@ HWY_INLINE void score_bytes(const DigestColumns& from, const std::byte* const (&
   const std::size_t depth = from.head_dim;
   const std::int8_t* centres[kTiles];
   const std::int8_t* next_centres[kTiles];
-  const std::uint8_t* radii[kTiles];
-  const std::uint8_t* next_radii[kTiles];
+  const std::int8_t* radii[kTiles];
+  const std::int8_t* next_radii[kTiles];
 #pragma GCC unroll 16
   for (int t = 0; t < kTiles; ++t) {
     centres[t] = reinterpret_cast<const std::int8_t*>(tiles[t] + kFactorBytes);
     next_centres[t] = reinterpret_cast<const std::int8_t*>(ahead[t] + kFactorBytes);
-    radii[t] = reinterpret_cast<const std::uint8_t*>(centres[t]) + depth * kTileDigests;
-    next_radii[t] = reinterpret_cast<const std::uint8_t*>(next_centres[t]) + depth * kTileDigests;
+    radii[t] = centres[t] + depth * kTileDigests;
+    next_radii[t] = next_centres[t] + depth * kTileDigests;
     hwy::Prefetch(ahead[t]);
     hwy::Prefetch(ahead[t] + 64);
   }
@@ -257,7 +260,7 @@ HWY_INLINE void score_bytes(const DigestColumns& from, const std::byte* const (&
     for (int v = 0; v < kVectors; ++v) {
       float* const place = to + r * stride + v * kLanes;
       const Vector score =
-          hn::MulAdd(hn::ConvertTo(Floats(), sums[r][v]), factor(v, 1), hn::LoadU(Floats(), place));
+          hn::MulAdd(hn::Abs(hn::ConvertTo(Floats(), sums[r][v])), factor(v, 1), hn::LoadU(Floats(), place));
       hn::StoreU(clamp_score(hn::Mul(score, step)), Floats(), place);
     }
   }
@@ -325,7 +328,7 @@ void scores(const DigestColumns& from, const ScoreQuery& query, std::uint32_t ro
   }
 }
 
-/// The largest 16-bit step: 255 * 256 products of it fit into 32 bits.
+/// The largest 16-bit step: 127 * 256 products of it fit into 32 bits.
 constexpr float kStepsMax = 32767;
 
 float steps(const float* from, std::size_t count, std::int16_t* to) {
@@ -408,13 +411,13 @@ void pool(const float* from, std::size_t stride, const float* factors, std::uint
 /// `x`, or `other` where it is NaN.
 HWY_INLINE Vector unless_nan(Vector x, Vector other) { return hn::IfThenElse(hn::Eq(x, x), x, other); }
 
-void box(const f16_bits* k, std::size_t rows, std::uint32_t block_tokens, float* low, float* high) {
+void box(const f16_bits* k, std::size_t rows, std::size_t stride, float* low, float* high) {
   const Floats d;
   for (std::size_t row = 0; row < rows; ++row) {
-    const f16_bits* const tokens = k + row * block_tokens;
+    const f16_bits* const tokens = k + row * stride;
     Vector lowest = hn::Set(d, std::numeric_limits<float>::infinity());
     Vector most = hn::Set(d, -std::numeric_limits<float>::infinity());
-    for (std::uint32_t t = 0; t < block_tokens; t += kLanes) {
+    for (std::uint32_t t = 0; t < kDigestTokens; t += kLanes) {
       const Vector x = load(tokens + t);
       lowest = hn::Min(lowest, unless_nan(x, lowest));
       most = hn::Max(most, unless_nan(x, most));
@@ -424,24 +427,124 @@ void box(const f16_bits* k, std::size_t rows, std::uint32_t block_tokens, float*
   }
 }
 
-void mean(const f16_bits* k, std::size_t rows, std::uint32_t block_tokens, float* mean_of, float* deviation) {
+void mean(const f16_bits* k, std::size_t rows, std::size_t stride, float* mean_of, float* deviation) {
   const Floats d;
   const Vector zero = hn::Zero(d);
-  const float share = 1.0f / static_cast<float>(block_tokens);
+  constexpr float kShare = 1.0f / static_cast<float>(kDigestTokens);
   for (std::size_t row = 0; row < rows; ++row) {
-    const f16_bits* const tokens = k + row * block_tokens;
+    const f16_bits* const tokens = k + row * stride;
     Vector sum = zero;
-    for (std::uint32_t t = 0; t < block_tokens; t += kLanes) {
+    for (std::uint32_t t = 0; t < kDigestTokens; t += kLanes) {
       sum = hn::Add(sum, unless_nan(load(tokens + t), zero));
     }
-    mean_of[row] = hn::GetLane(hn::SumOfLanes(d, sum)) * share;
+    mean_of[row] = hn::GetLane(hn::SumOfLanes(d, sum)) * kShare;
     const Vector centre = hn::Set(d, mean_of[row]);
     Vector distance = zero;
-    for (std::uint32_t t = 0; t < block_tokens; t += kLanes) {
+    for (std::uint32_t t = 0; t < kDigestTokens; t += kLanes) {
       distance = hn::Add(distance, unless_nan(hn::Abs(hn::Sub(load(tokens + t), centre)), zero));
     }
-    deviation[row] = hn::GetLane(hn::SumOfLanes(d, distance)) * share;
+    deviation[row] = hn::GetLane(hn::SumOfLanes(d, distance)) * kShare;
   }
+}
+
+// The principal direction. 16 tokens are kTokenVectors vectors; x: [rows, 16] is the keys less their mean.
+
+constexpr int kTokenVectors = static_cast<int>(kDigestTokens) / kLanes;
+constexpr std::size_t kRowsOfKeysMax = 256;
+constexpr int kPowerIterations = 2;
+
+/// Fills x and mean.
+HWY_INLINE void subtract_mean(const f16_bits* k, std::size_t rows, std::size_t stride, float* mean_of,
+                              float* x) {
+  const Floats d;
+  const Vector largest = hn::Set(d, 65504.0f);
+  for (std::size_t row = 0; row < rows; ++row) {
+    Vector values[kTokenVectors];
+    Vector sum = hn::Zero(d);
+    for (int t = 0; t < kTokenVectors; ++t) {
+      const Vector value = unless_nan(load(k + row * stride + t * kLanes), hn::Zero(d));
+      values[t] = hn::Min(hn::Max(value, hn::Neg(largest)), largest);
+      sum = hn::Add(sum, values[t]);
+    }
+    mean_of[row] = hn::GetLane(hn::SumOfLanes(d, sum)) * (1.0f / static_cast<float>(kDigestTokens));
+    const Vector centre = hn::Set(d, mean_of[row]);
+    for (int t = 0; t < kTokenVectors; ++t) {
+      hn::StoreU(hn::Sub(values[t], centre), d, x + row * kDigestTokens + t * kLanes);
+    }
+  }
+}
+
+/// The token farthest from the mean.
+HWY_INLINE std::size_t farthest_token(const float* x, std::size_t rows) {
+  const Floats d;
+  Vector sums[kTokenVectors];
+  for (Vector& sum : sums) sum = hn::Zero(d);
+  for (std::size_t row = 0; row < rows; ++row) {
+    for (int t = 0; t < kTokenVectors; ++t) {
+      const Vector value = hn::LoadU(d, x + row * kDigestTokens + t * kLanes);
+      sums[t] = hn::MulAdd(value, value, sums[t]);
+    }
+  }
+  float distances[kDigestTokens];
+  for (int t = 0; t < kTokenVectors; ++t) hn::StoreU(sums[t], d, distances + t * kLanes);
+  return static_cast<std::size_t>(std::max_element(distances, distances + kDigestTokens) - distances);
+}
+
+/// Makes `direction` a unit vector, or 0.
+HWY_INLINE void set_unit(float* direction, std::size_t rows) {
+  const Floats d;
+  Vector sum = hn::Zero(d);
+  for (std::size_t row = 0; row < rows; row += kLanes) {
+    const Vector value = hn::LoadU(d, direction + row);
+    sum = hn::MulAdd(value, value, sum);
+  }
+  const float norm = std::sqrt(hn::GetLane(hn::SumOfLanes(d, sum)));
+  const Vector inverse = hn::Set(d, norm > std::numeric_limits<float>::min() ? 1 / norm : 0);
+  for (std::size_t row = 0; row < rows; row += kLanes) {
+    hn::StoreU(hn::Mul(hn::LoadU(d, direction + row), inverse), d, direction + row);
+  }
+}
+
+/// along[token] = direction . x.
+HWY_INLINE void project(const float* x, std::size_t rows, const float* direction,
+                        Vector (&along)[kTokenVectors]) {
+  const Floats d;
+  for (Vector& sum : along) sum = hn::Zero(d);
+  for (std::size_t row = 0; row < rows; ++row) {
+    const Vector factor = hn::Set(d, direction[row]);
+    for (int t = 0; t < kTokenVectors; ++t) {
+      along[t] = hn::MulAdd(factor, hn::LoadU(d, x + row * kDigestTokens + t * kLanes), along[t]);
+    }
+  }
+}
+
+Extent principal(const f16_bits* k, std::size_t rows, std::size_t stride, float* mean_of, float* direction) {
+  const Floats d;
+  float x[kRowsOfKeysMax * kDigestTokens];
+  subtract_mean(k, rows, stride, mean_of, x);
+  const std::size_t start = farthest_token(x, rows);
+  for (std::size_t row = 0; row < rows; ++row) direction[row] = x[row * kDigestTokens + start];
+  set_unit(direction, rows);
+  Vector along[kTokenVectors];
+  project(x, rows, direction, along);
+  for (int i = 0; i < kPowerIterations; ++i) {
+    for (std::size_t row = 0; row < rows; ++row) {
+      Vector sum = hn::Zero(d);
+      for (int t = 0; t < kTokenVectors; ++t) {
+        sum = hn::MulAdd(along[t], hn::LoadU(d, x + row * kDigestTokens + t * kLanes), sum);
+      }
+      direction[row] = hn::GetLane(hn::SumOfLanes(d, sum));
+    }
+    set_unit(direction, rows);
+    project(x, rows, direction, along);
+  }
+  Vector low = hn::Zero(d);
+  Vector high = hn::Zero(d);
+  for (int t = 0; t < kTokenVectors; ++t) {
+    low = hn::Min(low, along[t]);
+    high = hn::Max(high, along[t]);
+  }
+  return {hn::GetLane(hn::MinOfLanes(d, low)), hn::GetLane(hn::MaxOfLanes(d, high))};
 }
 
 }  // namespace
@@ -454,7 +557,8 @@ const ScoreKernels* score_kernels() {
                                      .weights = weights,
                                      .pool = pool,
                                      .box = box,
-                                     .mean = mean};
+                                     .mean = mean,
+                                     .principal = principal};
   return &table;
 }
 

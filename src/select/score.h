@@ -26,8 +26,8 @@ struct DigestColumns {
   std::size_t offset = 0;  // of the KV head in each tile, in bytes
 };
 
-/// Some query heads, q before |q|. For int8 digests in 16-bit steps, so that the products are sums of
-/// integers.
+/// Some query heads, each as two vectors: q for the centres and p for the radii. For int8 digests in 16-bit
+/// steps, so that the products are sums of integers.
 struct ScoreQuery {
   const float* values = nullptr;        // [rows, 2 * head_dim]
   const std::int16_t* steps = nullptr;  // the same, values = step * steps
@@ -39,10 +39,15 @@ struct ScoreQuery {
   }
 };
 
+struct Extent {
+  float low;   // not above 0
+  float high;  // not below 0
+};
+
 struct ScoreKernels {
   const char* target;
 
-  /// to[r, column] = q[r] . c + |q[r]| . r.  to: [rows, stride].
+  /// to[r, column] = q[r] . c + |p[r] . r|.  to: [rows, stride].
   void (*scores)(const DigestColumns& from, const ScoreQuery& query, std::uint32_t rows, float* to,
                  std::size_t stride);
 
@@ -59,11 +64,15 @@ struct ScoreKernels {
   void (*pool)(const float* from, std::size_t stride, const float* factors, std::uint32_t rows,
                std::size_t columns, float* to);
 
-  /// Lowest and highest of each row of k: [rows, block_tokens].
-  void (*box)(const f16_bits* k, std::size_t rows, std::uint32_t block_tokens, float* low, float* high);
-  /// Mean and mean absolute deviation of each row of k.
-  void (*mean)(const f16_bits* k, std::size_t rows, std::uint32_t block_tokens, float* mean,
-               float* deviation);
+  // Of 16 keys. k: [rows, stride], a row for each dimension.
+
+  /// Lowest and highest of each row.
+  void (*box)(const f16_bits* k, std::size_t rows, std::size_t stride, float* low, float* high);
+  /// Mean and mean absolute deviation of each row.
+  void (*mean)(const f16_bits* k, std::size_t rows, std::size_t stride, float* mean, float* deviation);
+  /// Mean, and about the direction of greatest variance: a unit vector, or 0 if all keys are equal. Returned
+  /// is what the keys reach along it from the mean. Values beyond f16 are clamped to it, NaN counts as 0.
+  Extent (*principal)(const f16_bits* k, std::size_t rows, std::size_t stride, float* mean, float* direction);
 };
 
 /// For every instruction set compiled in that this machine can run, best first.

@@ -1,12 +1,12 @@
 // Which blocks one layer of one sequence should attend to: the candidates with the best pooled scores.
 //
-// A block's score for a query head is that of its digest (select/digest.h). Pooled are the softmax weights:
-// per head over all candidates, then summed over the heads, so that all KV heads of a layer share one
-// selection and a head that is sure of its blocks counts as much as any other. Equal blocks: the later one
-// wins. NaN in a query's score counts as the lowest score.
+// Scored are digests (select/digest.h). Pooled are the softmax weights: per head over the digests of all
+// candidates, then summed over a block's digests and over the heads, so that all KV heads of a layer share
+// one selection and a head that is sure of its blocks counts as much as any other. Equal blocks: the later
+// one wins. NaN in a query's score counts as the lowest score.
 //
-// select_flat() scores every candidate. select() scores groups of 16 blocks by their hull, then the blocks of
-// the most promising groups only: an approximation that reads a fifth of the digests of many blocks, and
+// select_flat() scores every candidate. select() scores groups of 16 digests by their hull, then the blocks
+// of the most promising groups only: an approximation that reads a fifth of the digests of many blocks, and
 // works as well as neighbouring blocks resemble each other. The same call gives the same answer on the same
 // machine.
 //
@@ -25,9 +25,9 @@ namespace dualdecoder {
 
 struct ScoreKernels;
 
-/// Below this many candidates select() is select_flat(), which is as fast there; also where most groups would
-/// have to be refined, e.g. below 1,024 for 32 blocks.
-inline constexpr std::uint32_t kFlatCandidates = 512;
+/// Below this many digests of candidates select() is select_flat(), which is as fast there; also where most
+/// groups would have to be refined, e.g. below 2,048 for blocks that have 64.
+inline constexpr std::uint32_t kFlatDigests = 512;
 
 struct SelectRequest {
   LayerIndex layer{};
@@ -69,16 +69,23 @@ class Selector {
     const Digests* digests = nullptr;
     const ScoreKernels* kernels = nullptr;
     SelectRequest request;
+    std::uint32_t parts = 0;  // digests of a block
+    std::uint32_t first = 0;  // digests of the candidates are [first, end)
+    std::uint32_t end = 0;
     std::uint32_t first_group = 0;
     std::uint32_t end_group = 0;
   };
 
   void begin(const Digests& digests, const SelectRequest& request);
-  void set_query(float radius_share);
+  void set_block_query();
+  void set_group_query();
+  template <typename ForRadius>
+  void set_query(ForRadius for_radius);
   void score_tiles(Table& table);
   void mask(Table& table, std::size_t begin, std::size_t end) const;
   void normalise(Table& table) const;
   void pool(Table& table) const;
+  float block_score(std::size_t column) const;
   void score_candidates();
   void score_groups();
   void refine(std::uint32_t wanted);
@@ -88,11 +95,11 @@ class Selector {
   void take_best(std::vector<BlockIndex>& out);
 
   Call call_;
-  std::vector<float> query_;            // [heads, 2 * head_dim]: q and |q|, in units of log2
+  std::vector<float> query_;            // [heads, 2, head_dim]: for c and for r, in units of log2
   std::vector<std::int16_t> steps_;     // the same, in steps
   std::vector<float> step_;             // [heads]
   std::vector<float> factors_;          // [heads]
-  Table blocks_;                        // of all candidates, or of the refined groups one after the other
+  Table digests_;                       // of all candidates, or of the refined groups one after the other
   Table groups_;                        // column 0 is the first of the tile with first_group
   std::vector<std::uint32_t> refined_;  // groups
   std::vector<std::uint64_t> best_;     // a heap with the worst on top: bits of the score, index

@@ -18,6 +18,8 @@ namespace {
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
+constexpr DigestKind kKinds[] = {DigestKind::kMinMax, DigestKind::kMean, DigestKind::kPrincipal};
+
 /// How the keys of a test come about.
 struct KeyOptions {
   float correlation = 0;  // of a token's key with the one before: 0 is white noise
@@ -102,40 +104,38 @@ SelectRequest request_of(const Sequence& sequence, const std::vector<float>& q, 
           .count = count};
 }
 
-/// q . c + |q| . r in double precision, and the sum of the magnitudes.
-struct Score {
-  double value = 0;
-  double magnitude = 0;
-};
-Score score_reference(const float* q, const float* centre, const float* radius, std::uint32_t head_dim) {
-  Score score;
-  for (std::uint32_t d = 0; d < head_dim; ++d) {
-    score.value += double{q[d]} * centre[d] + std::abs(double{q[d]}) * radius[d];
-    score.magnitude += std::abs(double{q[d]}) * (std::abs(double{centre[d]}) + radius[d]);
+double score_reference(DigestKind kind, const float* q, const std::vector<float>& centre,
+                       const std::vector<float>& radius) {
+  double middle = 0;
+  double along = 0;
+  for (std::size_t d = 0; d < centre.size(); ++d) {
+    const double x = q[d];
+    middle += x * centre[d];
+    along += (kind == DigestKind::kPrincipal ? x : std::abs(x) * radius_share(kind)) * radius[d];
   }
-  return score;
+  return middle + std::abs(along);
 }
 
 /// Pooled scores by the definition, from the digests as they are stored.
 std::vector<double> pooled_reference(const Digests& digests, const SelectRequest& request) {
   const KvGeometry& geometry = digests.geometry();
   const std::uint32_t candidates = request.end.value - request.first.value;
+  const std::uint32_t parts = digests.digests_per_block();
   std::vector<double> pooled(candidates);
   std::vector<float> centre(geometry.head_dim);
   std::vector<float> radius(geometry.head_dim);
   for (std::uint32_t head = 0; head < request.heads; ++head) {
-    std::vector<double> scores(candidates);
-    for (std::uint32_t i = 0; i < candidates; ++i) {
-      digests.read_block(request.layer, BlockIndex(request.first.value + i),
+    std::vector<double> scores(std::size_t{candidates} * parts);
+    for (std::uint32_t i = 0; i < scores.size(); ++i) {
+      digests.read_block(request.layer, BlockIndex(request.first.value + i / parts), i % parts,
                          head / (request.heads / geometry.kv_heads), centre.data(), radius.data());
-      scores[i] = request.scale * score_reference(request.q + std::size_t{head} * geometry.head_dim,
-                                                  centre.data(), radius.data(), geometry.head_dim)
-                                      .value;
+      const float* const q = request.q + std::size_t{head} * geometry.head_dim;
+      scores[i] = request.scale * score_reference(digests.options().kind, q, centre, radius);
     }
     const double max = *std::max_element(scores.begin(), scores.end());
     double sum = 0;
     for (double& x : scores) sum += x = std::exp(x - max);
-    for (std::uint32_t i = 0; i < candidates; ++i) pooled[i] += scores[i] / sum;
+    for (std::uint32_t i = 0; i < scores.size(); ++i) pooled[i / parts] += scores[i] / sum;
   }
   return pooled;
 }
@@ -178,7 +178,7 @@ TEST_P(SelectOnEveryTarget, PoolsScoresAsTheReferenceDoes) {
     std::mt19937 random(seed);
     const KvGeometry geometry =
         geometry_of(1 + seed % 3, pick({64u, 80u, 128u, 256u}, random), pick({16u, 32u, 64u}, random));
-    const DigestOptions options = {.kind = seed % 2 == 0 ? DigestKind::kMinMax : DigestKind::kMean,
+    const DigestOptions options = {.kind = kKinds[seed % 3],
                                    .type = seed % 4 < 2 ? DigestType::kF16 : DigestType::kInt8};
     const std::uint32_t heads = geometry.kv_heads * (1 + seed % 8);
     SCOPED_TRACE(testing::Message() << "seed " << seed << ": " << heads << "/" << geometry.kv_heads
@@ -236,7 +236,7 @@ Found find_by_groups(Sequence& sequence, std::uint32_t heads) {
 
 // The keys of a passage resemble each other over some 2,000 tokens (0.9995), a group is 256 of them.
 TEST(Select, FindsTheBestBlocksOfSmoothKeysByReadingAThird) {
-  for (const DigestKind kind : {DigestKind::kMinMax, DigestKind::kMean}) {
+  for (const DigestKind kind : kKinds) {
     for (const DigestType type : {DigestType::kF16, DigestType::kInt8}) {
       SCOPED_TRACE(testing::Message()
                    << "kind " << static_cast<int>(kind) << " type " << static_cast<int>(type));
@@ -255,8 +255,8 @@ TEST(Select, FindsTheBestBlocksOfSmoothKeysByReadingAThird) {
 TEST(Select, FindsMostOfTheWeightInWhiteNoiseByGroups) {
   Sequence sequence(geometry_of(3, 64), {}, 2048, {}, 5);
   const Found found = find_by_groups(sequence, 9);
-  EXPECT_GE(found.blocks, 0.35);
-  EXPECT_GE(found.weight, 0.6);
+  EXPECT_GE(found.blocks, 0.3);
+  EXPECT_GE(found.weight, 0.75);
 }
 
 TEST_P(SelectOnEveryTarget, TakesOnlyCandidatesAndInAscendingOrder) {
