@@ -96,10 +96,13 @@ class Trap {
   Trap(SimulatedPort& port, std::uint64_t page_bytes) : page_bytes_(page_bytes) {
     port.set_fault_hook([this](const Copy& copy) { return choose(copy); });
   }
-  void arm(const Sequence& victim, CopyKind copy, FaultKind fault) {
+  void arm(const Sequence& victim, CopyKind copy, const Fault& fault) {
     victim_ = &victim;
     copy_ = copy;
     fault_ = fault;
+  }
+  void arm(const Sequence& victim, CopyKind copy, FaultKind kind) {
+    arm(victim, copy, Fault{.kind = kind, .error = EREMOTEIO});
   }
   bool sprung() const { return victim_ == nullptr; }
 
@@ -107,7 +110,7 @@ class Trap {
   Fault choose(const Copy& copy) {
     if (victim_ == nullptr || copy.kind != copy_ || !is_of_victim(copy.far_offset / page_bytes_)) return {};
     victim_ = nullptr;
-    return {.kind = fault_, .error = EREMOTEIO};
+    return fault_;
   }
   bool is_of_victim(std::uint64_t page) const {
     const std::uint32_t blocks = victim_->geometry().blocks_for(victim_->tokens());
@@ -120,7 +123,7 @@ class Trap {
   std::uint64_t page_bytes_;
   const Sequence* victim_ = nullptr;
   CopyKind copy_ = CopyKind::kRead;
-  FaultKind fault_ = FaultKind::kNone;
+  Fault fault_ = {};
 };
 
 struct FaultCase {
@@ -269,6 +272,48 @@ TEST_F(FarFaults, OfReadsThatNeverEndDoNotStopTheEngine) {
   EXPECT_FALSE(company.members[0].error);
   expect_bits(company.members[0].rows, reference);
   expect_bits(play(*tiered, story), reference);
+}
+
+class LateRead : public FarFaults, public testing::WithParamInterface<Policy> {
+ protected:
+  /// An engine in which a read outlives its sequence: given up after 5 s, and again by its drain.
+  void make_late() {
+    EngineOptions options = small_options(1);
+    options.tiers.policy = GetParam();
+    options.tiers.near_tokens = 96;
+    reference_ = play(*engine(*model_, alone_options(options)), story_);
+    tiered_ = simulated(*model_, options, {}, &port_);
+    Trap trap(*port_, tiered_->plan().geometry.page_bytes());
+    Company company(*tiered_);
+    company.add(story_);
+    trap.arm(*company.members[0].sequence, CopyKind::kRead, Fault{.delay = std::chrono::seconds(12)});
+    for (int s = 0; s < 20 && !company.members[0].error; ++s) company.step();
+    ASSERT_TRUE(company.members[0].error);
+    EXPECT_THAT(company.members[0].error->message, HasSubstr("does not end"));
+    port_->set_fault_hook({});
+    EXPECT_GT(tiered_->tiers().far().pages_in_use(), 0U) << "a read may still come";
+  }
+
+  Story story_ = make_story(200, 20, 1);
+  Rows reference_;
+  SimulatedPort* port_ = nullptr;
+  std::unique_ptr<Engine> tiered_;
+};
+INSTANTIATE_TEST_SUITE_P(Policies, LateRead, testing::Values(Policy::kFull, Policy::kReactive),
+                         [](const auto& policy) { return policy_name(policy.param); });
+
+TEST_P(LateRead, KeepsThePlaceOfItsSequenceUntilItHasCome) {
+  make_late();
+  EXPECT_FALSE(tiered_->new_sequence());
+  port_->advance(std::chrono::seconds(12));
+  expect_bits(play(*tiered_, story_), reference_);
+  EXPECT_EQ(tiered_->tiers().far().pages_in_use(), 0U);
+  EXPECT_EQ(tiered_->near().bytes_in_use(), 0U);
+}
+
+TEST_P(LateRead, MayComeWhileTheEngineEnds) {
+  make_late();
+  tiered_.reset();
 }
 
 // ---- generations

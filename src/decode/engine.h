@@ -73,9 +73,9 @@ class Engine {
 
   const Model& model_;
   EngineOptions options_;
-  std::unique_ptr<Tiers> tiers_;
   std::unique_ptr<Forward> forward_;
   std::unique_ptr<Step> step_;
+  std::unique_ptr<Tiers> tiers_;  // goes first: it waits for late reads, of which the step keeps the flags
 };
 
 }  // namespace dualdecoder

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <random>
-#include <regex>
 #include <set>
 
 #include <gmock/gmock.h>
@@ -134,10 +133,9 @@ TEST(MemoryPlan, NeverHasMoreNearBytesThanAllowedOrMoreSlotsThanTheContextHasBlo
 
 /// The number that a refusal of --near-memory names.
 std::uint64_t bytes_that_would_do(const Error& error) {
-  std::smatch match;
-  EXPECT_TRUE(std::regex_search(error.message, match, std::regex("at least ([0-9.]+ ?[KMGT]?i?B) are")))
-      << error.message;
-  const auto bytes = match.empty() ? fail(ErrorCode::kNotFound, "none") : parse_size(match[1].str());
+  const std::string before = "at least ";
+  const std::size_t first = error.message.find(before) + before.size();
+  const auto bytes = parse_size(error.message.substr(first, error.message.find(" are needed") - first));
   EXPECT_TRUE(bytes) << error.message;
   return bytes.value_or(0);
 }

@@ -28,9 +28,12 @@ Result<std::unique_ptr<Tiers>> Tiers::create(const MemoryPlan& plan, const TierO
 
 Tiers::~Tiers() {
   while (!graves_.empty() && transfers_->wait()) sweep();
-  // What the far tier never answered for cannot be given back safely: its memory is left to the process's
-  // end.
-  for (Grave& grave : graves_) static_cast<void>(grave.residency.release());
+  // What the far tier never answered for could still come into a slot until the port has gone.
+  transfers_.reset();
+  far_.reset();
+  for (Grave& grave : graves_) {
+    while (grave.residency->transfers() > 0) grave.residency->note_transfer_ended();
+  }
 }
 
 Status Tiers::open_far(std::uint64_t weights_hash) {
