@@ -52,11 +52,8 @@ class Ours final : public Contender {
   TierTotals totals() const override {
     if (!engine_->plan().tiered()) return {};
     const StepStats& step = engine_->stats();
-    const auto pass = [&](Pass p) {
-      return static_cast<double>(engine_->pass_ns()[static_cast<std::size_t>(p)]) * 1e-9;
-    };
     return {.stall_s = static_cast<double>(step.stall_ns) * 1e-9,
-            .select_s = pass(Pass::kSelect) + pass(Pass::kPredict),
+            .select_s = static_cast<double>(step.rank_ns) * 1e-9,
             .read_bytes = static_cast<double>(engine_->tiers().transfers().stats().reads.bytes),
             .blocks_attended = static_cast<double>(step.blocks_attended),
             .blocks_missed = static_cast<double>(step.blocks_missed),

@@ -16,7 +16,7 @@ namespace dualdecoder {
 /// Running totals of what the tiers did; zeros when there is only one.
 struct TierTotals {
   double stall_s = 0.0;
-  double select_s = 0.0;  // ranking blocks: the passes select and predict
+  double select_s = 0.0;  // ranking blocks
   double read_bytes = 0.0;
   double blocks_attended = 0.0;
   double blocks_missed = 0.0;

@@ -9,6 +9,9 @@
 namespace dualdecoder {
 namespace {
 
+/// A layer is ranked at every step; for each so many tokens of context, one step later.
+constexpr std::uint64_t kTokensPerInterval = 32768;
+constexpr std::size_t kRankedTogether = 3;          // rankings for each thread, at least
 constexpr std::uint32_t kSerialAppendRowsMax = 32;  // waking the threads costs more than storing so few rows
 
 class PassTimer {
@@ -63,6 +66,7 @@ const float* Step::run(std::span<const StepGroup> groups) {
     timed(Pass::kAttend, [&] { attend(layer, rows); });
     timed(Pass::kPredict, [&] { predict(layer, rows); });
   }
+  timed(Pass::kPredict, [&] { rank_predictions(); });
   timed(Pass::kRetire, [&] { retire(); });
   if (output_rows_.empty()) return nullptr;
   return timed(Pass::kFinish, [&] { return forward_.logits(); });
@@ -217,6 +221,7 @@ void Step::select(LayerIndex layer, const LayerRows& rows) {
 }
 
 void Step::rank() {
+  const PassTimer timer(stats_.rank_ns);
   const std::uint32_t count = tiers_.plan().budget_blocks;
   if (policy() != Policy::kOracle) {
     ranker_.rank(rank_requests_, count);
@@ -433,28 +438,57 @@ void Step::attend_segment(const Streamer::Segment& segment, const LayerRows& row
 
 // ---- predict
 
-// Ranks with this step's queries for the next step, and starts its reads: they have until this layer's next
-// attention.
+// For the next step, with this step's queries. Ranking costs a thread some ten microseconds, so a few layers
+// are ranked together, by all threads: their reads start a little later and still have most of a step.
 void Step::predict(LayerIndex layer, const LayerRows& rows) {
   if (!selects(layer) || (policy() != Policy::kPrevious && policy() != Policy::kLastSet)) return;
-  rank_requests_.clear();
-  for (const Work& work : std::span(work_).first(works_)) {
-    Selection& selection = work.sequence->selection(layer);
+  for (std::size_t i = 0; i < works_; ++i) {
+    Work& work = work_[i];
     const bool asked = work.rows == 1 || work.wants_logits;  // another chunk would not use it
     if (!asked || work.sequence->error()) continue;
+    Selection& selection = work.sequence->selection(layer);
     const Candidates candidates = candidates_at_position(work.position + work.rows);
-    if (policy() == Policy::kLastSet && selection.valid && ++selection.age < kLastSetSteps) {
+    if (selection.valid && !ranks_again(selection, layer, candidates)) {
       selection.extend(candidates.end);
+      fetch_ahead(work, layer, work.position + work.rows, tiers_.step() + 1);
       continue;
     }
-    rank_requests_.push_back(
-        {.sequence = work.sequence, .layer = layer, .q = last_query(work, rows.q), .candidates = candidates});
+    const std::size_t width = model_.hyperparameters().query_width();
+    const float* const q = last_query(work, rows.q);
+    predictions_.push_back({.work = i, .layer = layer, .candidates = candidates});
+    predicted_q_.insert(predicted_q_.end(), q, q + width);  // q's place is the next layer's, too
+  }
+  if (predictions_.size() >= kRankedTogether * forward_.threads()) rank_predictions();
+}
+
+// Over a long context ranking would cost as much as it saves, while a selection changes little from step to
+// step: there every layer is ranked in its turn.
+bool Step::ranks_again(Selection& selection, LayerIndex layer, const Candidates& candidates) const {
+  if (policy() == Policy::kLastSet) return ++selection.age >= kLastSetSteps;
+  const std::uint64_t interval =
+      1 + std::uint64_t{candidates.count()} * shape_.block_tokens / kTokensPerInterval;
+  return (tiers_.step() + layer.value) % interval == 0;
+}
+
+void Step::rank_predictions() {
+  if (predictions_.empty()) return;
+  const std::size_t width = model_.hyperparameters().query_width();
+  rank_requests_.clear();
+  for (std::size_t i = 0; i < predictions_.size(); ++i) {
+    const Prediction& prediction = predictions_[i];
+    rank_requests_.push_back({.sequence = work_[prediction.work].sequence,
+                              .layer = prediction.layer,
+                              .q = predicted_q_.data() + i * width,
+                              .candidates = prediction.candidates});
   }
   rank();
-  for (Work& work : std::span(work_).first(works_)) {
-    if ((work.rows == 1 || work.wants_logits) && !work.sequence->error())
-      fetch_ahead(work, layer, work.position + work.rows, tiers_.step() + 1);
+  for (const Prediction& prediction : predictions_) {
+    Work& work = work_[prediction.work];
+    if (!work.sequence->error())
+      fetch_ahead(work, prediction.layer, work.position + work.rows, tiers_.step() + 1);
   }
+  predictions_.clear();
+  predicted_q_.clear();
 }
 
 // Starts the reads of a selection for an attention at `position` in `step`, if there is room for all of it.

@@ -46,6 +46,7 @@ struct StepStats {
   std::uint64_t blocks_late = 0;       // on their way
   std::uint64_t blocks_predicted = 0;  // asked for ahead of the need
   std::uint64_t bytes_streamed = 0;    // through staging
+  std::uint64_t rank_ns = 0;           // ranking blocks
   std::uint64_t stall_ns = 0;          // waiting for the far tier
 };
 
@@ -84,6 +85,13 @@ class Step {
     BlockList list;
   };
 
+  // A ranking for the next step that waits for others.
+  struct Prediction {
+    std::size_t work = 0;  // of work_
+    LayerIndex layer = {};
+    Candidates candidates = {};
+  };
+
   void begin(std::span<const StepGroup> groups);
   void begin_rows(const StepGroup& group, Work& work);
   void keep_window_near(const Work& work, std::uint32_t position, LayerIndex layer, std::uint64_t step) const;
@@ -105,6 +113,8 @@ class Step {
   AttentionGroup attention_group(const Work& work, LayerIndex layer, const LayerRows& rows) const;
   KvBlockView view_of(const Work& work, const Streamer::Piece& piece) const;
   void predict(LayerIndex layer, const LayerRows& rows);
+  void rank_predictions();
+  bool ranks_again(Selection& selection, LayerIndex layer, const Candidates& candidates) const;
   void fetch_ahead(Work& work, LayerIndex layer, std::uint32_t position, std::uint64_t step);
   void retire();
   void rank();
@@ -138,7 +148,9 @@ class Step {
   std::vector<KvBlockView> views_;
   std::vector<AttentionGroup> attention_groups_;
   std::vector<RankRequest> rank_requests_;
-  std::vector<float> carry_max_;  // [rows, heads] of the group that is being streamed
+  std::vector<Prediction> predictions_;
+  std::vector<float> predicted_q_;  // [prediction, heads, head_dim]
+  std::vector<float> carry_max_;    // [rows, heads] of the group that is being streamed
   std::vector<float> carry_sum_;
 };
 
