@@ -552,34 +552,27 @@ TEST_F(FullFileSystem, RefusesAPromptThatDoesNotFitUntilThereIsRoomAndTheOthersG
   expect_bits(play(*tiered, story), reference);
 }
 
-TEST_F(FullFileSystem, RefusesAStepThatNeedsAPageAndTakesItOnceThereIsRoom) {
-  EngineOptions options = file_options(2, small_.path());
-  const Story story = make_story(32, 20, 1);
-  const Rows reference = play(*engine(*model_, alone_options(options)), story);
+TEST_F(FullFileSystem, EndsTheSequenceThatNeedsAPageAndTheOthersGoOn) {
+  const EngineOptions options = file_options(2, small_.path());
+  const Story full_block = make_story(32, 20, 1);  // the next token begins a block
+  const Story with_room = make_story(40, 8, 2);
+  const auto alone = engine(*model_, alone_options(options));
+  const Rows with_room_reference = play(*alone, with_room);
+  const Rows full_block_reference = play(*alone, full_block);
   const auto tiered = engine(*model_, options);
   Company company(*tiered);
-  company.add(story);                  // the next token begins a block
-  company.add(make_story(40, 20, 2));  // has room for some
+  company.add(full_block);
+  company.add(with_room);
   fill_up(4096);
-  std::array<StepGroup, 2> groups;
-  for (std::size_t i = 0; i < 2; ++i) {
-    const Company::Member& member = company.members[i];
-    groups[i] = {member.sequence.get(), std::span(member.story.steps).first(1), LogitsWanted::kLast};
-  }
-  const auto refused = tiered->step(groups);
-  ASSERT_FALSE(refused);
-  EXPECT_EQ(refused.error().code, ErrorCode::kIo);
-  EXPECT_THAT(refused.error().message, HasSubstr("cannot grow"));
-  for (const Company::Member& member : company.members) {
-    EXPECT_FALSE(member.sequence->error());
-    EXPECT_EQ(member.sequence->tokens(), member.story.prompt.size());
-  }
-  EXPECT_TRUE(tiered->step(std::span(groups).last(1))) << "the other one alone has its page";
-  company.members.pop_back();
+  for (int s = 0; s < 8; ++s) company.step();
+  ASSERT_TRUE(company.members[0].error);
+  EXPECT_EQ(company.members[0].error->code, ErrorCode::kIo);
+  EXPECT_THAT(company.members[0].error->message, HasSubstr("cannot grow"));
+  EXPECT_FALSE(company.members[1].error);
+  expect_bits(company.members[1].rows, with_room_reference);
+  company.members.clear();
   free_up();
-  for (int s = 0; s < 20; ++s) company.step();
-  EXPECT_EQ(company.members[0].rows.size(), reference.size());
-  expect_bits(company.members[0].rows, reference);
+  expect_bits(play(*tiered, full_block), full_block_reference);
 }
 
 }  // namespace

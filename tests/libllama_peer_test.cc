@@ -103,6 +103,20 @@ TEST_F(LibllamaPeer, ForgetsWhatWasTruncated) {
   EXPECT_LT(difference(before, copy(peer->decode(std::span(&next, 1)))), kTolerance);
 }
 
+TEST_F(LibllamaPeer, CopiesASequenceIntoCellsOfItsOwn) {
+  const auto peer = load({}, {.context = 256, .sequences = 2, .batch = 64});
+  ASSERT_TRUE(peer->prefill(0, random_tokens(50, 1)));
+  ASSERT_TRUE(peer->prefill(1, random_tokens(9, 2)));
+  peer->copy(0, 1);
+  EXPECT_EQ(peer->tokens(1), 50U);
+  const std::vector<std::int32_t> next = {7, 7};
+  const auto logits = copy(peer->decode(next), 2);
+  EXPECT_LT(difference(std::span(logits).first(kTinyVocabulary), std::span(logits).last(kTinyVocabulary)),
+            kTolerance);
+  ASSERT_TRUE(peer->truncate(0, 0));
+  EXPECT_EQ(peer->tokens(1), 51U);
+}
+
 TEST_F(LibllamaPeer, RefusesToGoBackBeyondWhatASlidingWindowKept) {
   const auto peer = load({.architecture = "gemma3"}, {.context = 1024, .batch = 64});
   ASSERT_TRUE(peer->prefill(0, random_tokens(900, 1)));

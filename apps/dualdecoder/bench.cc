@@ -227,10 +227,15 @@ class Bench {
       while (contender.depth(s) < depth && !interrupted()) {
         const std::uint32_t have = contender.depth(s);
         const std::uint32_t count = std::min(kPiece, depth - have);
-        const bool synthetic = options_.fill == "synthetic" && contender.engine() == "dualdecoder";
-        const Status status = synthetic ? contender.fill_synthetic(s, count)
-                                        : contender.append(s, source_.tokens(s, have, count));
-        if (!status) return status;
+        bool filled = false;
+        if (options_.fill == "synthetic") {
+          const auto synthetic = contender.fill_synthetic(s, count);
+          if (!synthetic) return std::unexpected(synthetic.error());
+          filled = *synthetic;
+        }
+        if (!filled) {
+          if (Status status = contender.append(s, source_.tokens(s, have, count)); !status) return status;
+        }
         line.update((s + static_cast<double>(contender.depth(s)) / depth) / sequences,
                     fmt::format("{} of {} x {} tokens", s * depth + contender.depth(s), sequences, depth));
       }
@@ -310,7 +315,7 @@ void print_json(const std::vector<Row>& rows, const BenchOptions& options, std::
                                    {"near_kv_bytes", row.near_kv_bytes},
                                    {"commit", DUALDECODER_COMMIT},
                                    {"far", row.far},
-                                   {"fill", row.engine == "dualdecoder" ? options.fill : "prompt"}};
+                                   {"fill", options.fill}};
     if (row.far != "none") {
       json["budget"] = options.tiers.budget;
       json["block_tokens"] = options.model.block_tokens;
@@ -392,7 +397,8 @@ void add_bench_command(CLI::App& app, int& exit_code) {
   command
       ->add_option(
           "--fill", options->fill,
-          "How sequences reach a depth: prompt, or synthetic (random KV, ours only: for speed alone)")
+          "How sequences reach a depth: prompt, or synthetic (ours: random KV; libllama: one prompt, "
+                   "copied); synthetic shows speed alone")
       ->capture_default_str()
       ->check(CLI::IsMember({"prompt", "synthetic"}));
   command

@@ -28,8 +28,10 @@ class Ours final : public Contender {
     const auto logits = engine_->prefill(*sequences_[sequence], tokens);
     return logits ? Status{} : std::unexpected(logits.error());
   }
-  Status fill_synthetic(std::uint32_t sequence, std::uint32_t tokens) override {
-    return engine_->fill_synthetic(*sequences_[sequence], tokens, sequence + 1);
+  Result<bool> fill_synthetic(std::uint32_t sequence, std::uint32_t tokens) override {
+    const Status status = engine_->fill_synthetic(*sequences_[sequence], tokens, sequence + 1);
+    if (!status) return std::unexpected(status.error());
+    return true;
   }
   Status decode(std::span<const TokenId> tokens) override {
     groups_.clear();
@@ -79,8 +81,10 @@ class Peer final : public Contender {
     const auto logits = llama_->prefill(sequence, tokens);
     return logits ? Status{} : std::unexpected(logits.error());
   }
-  Status fill_synthetic(std::uint32_t, std::uint32_t) override {
-    return fail(ErrorCode::kUnsupported, "libllama takes no synthetic KV");
+  Result<bool> fill_synthetic(std::uint32_t sequence, std::uint32_t tokens) override {
+    if (sequence == 0 || depth(sequence) != 0 || depth(0) < tokens) return false;
+    llama_->copy(0, sequence);
+    return true;
   }
   Status decode(std::span<const TokenId> tokens) override {
     const auto logits = llama_->decode(tokens);

@@ -169,13 +169,10 @@ Result<const float*> Engine::step(std::span<const StepGroup> groups) {
                 "a step of {} rows, {} with logits: 1 to {} and up to {} are possible", rows, outputs,
                 rows_max, options_.outputs_max);
   }
-  for (std::size_t i = 0; i < groups.size(); ++i) {
-    Sequence& sequence = *groups[i].sequence;
-    const Status status =
-        sequence.reserve_pages(sequence.tokens() + static_cast<std::uint32_t>(groups[i].tokens.size()));
-    if (status) continue;
-    for (const StepGroup& group : groups.first(i)) group.sequence->release_unused();
-    return std::unexpected(status.error());
+  for (const StepGroup& group : groups) {
+    const auto tokens = static_cast<std::uint32_t>(group.tokens.size());
+    const Status status = group.sequence->reserve_pages(group.sequence->tokens() + tokens);
+    if (!status) group.sequence->residency().set_error(status.error());
   }
   return step_->run(groups);
 }

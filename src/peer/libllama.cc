@@ -117,6 +117,14 @@ Status Libllama::truncate(std::uint32_t sequence, std::uint32_t tokens) {
   return {};
 }
 
+void Libllama::copy(std::uint32_t from, std::uint32_t to) {
+  DD_CHECK(from < tokens_.size() && to < tokens_.size() && from != to);
+  llama_memory_t memory = llama_get_memory(context_.get());
+  llama_memory_seq_rm(memory, static_cast<llama_seq_id>(to), -1, -1);
+  llama_memory_seq_cp(memory, static_cast<llama_seq_id>(from), static_cast<llama_seq_id>(to), -1, -1);
+  tokens_[to] = tokens_[from];
+}
+
 void Libllama::add_row(std::int32_t token, std::uint32_t sequence, std::uint32_t position, bool wanted) {
   rows_.tokens.push_back(token);
   rows_.positions.push_back(static_cast<llama_pos>(position));

@@ -55,6 +55,9 @@ class Libllama {
   /// tokens that the sequence would need there; then nothing has changed.
   Status truncate(std::uint32_t sequence, std::uint32_t tokens);
 
+  /// Gives `to` the contents of `from`, in cells of its own.
+  void copy(std::uint32_t from, std::uint32_t to);
+
   std::uint32_t tokens(std::uint32_t sequence) const { return tokens_[sequence]; }
   std::uint32_t vocabulary() const;
   /// Per sequence; libllama rounds what was asked for up.
