@@ -398,7 +398,7 @@ void add_bench_command(CLI::App& app, int& exit_code) {
       ->add_option(
           "--fill", options->fill,
           "How sequences reach a depth: prompt, or synthetic (ours: random KV; libllama: one prompt, "
-                   "copied); synthetic shows speed alone")
+          "copied); synthetic shows speed alone")
       ->capture_default_str()
       ->check(CLI::IsMember({"prompt", "synthetic"}));
   command

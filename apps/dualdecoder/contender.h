@@ -33,8 +33,8 @@ class Contender {
   virtual std::string policy() const = 0;  // "dense" when all KV is near
   virtual std::uint32_t depth(std::uint32_t sequence) const = 0;
   virtual Status append(std::uint32_t sequence, std::span<const TokenId> tokens) = 0;
-  /// Brings a sequence `tokens` further without computing them: ours by random KV, libllama's by copying sequence
-  /// 0, which is further. False where that is not possible.
+  /// Brings a sequence `tokens` further without computing them: ours by random KV, libllama's by copying
+  /// sequence 0, which is further. False where that is not possible.
   virtual Result<bool> fill_synthetic(std::uint32_t sequence, std::uint32_t tokens) = 0;
   /// One token for each sequence.
   virtual Status decode(std::span<const TokenId> tokens) = 0;

@@ -161,7 +161,10 @@ class Eval {
     for (const std::string& policy : options_.policies) {
       for (const std::uint32_t budget : options_.budgets) {
         if (Status status = measure(**engine, **sequence, policy, budget); !status) return status;
-        if (interrupted()) return {};
+        if (interrupted()) {  // that row is not complete
+          rows_.pop_back();
+          return {};
+        }
         rows_.back().block_tokens = block;
         rows_.back().digest = digest;
         if (Status status = (*sequence)->truncate(options_.context); !status) return status;
@@ -182,7 +185,8 @@ class Eval {
                                    kl.push_back(kl_divergence(reference_[i], row));
                                    same += top(reference_[i]) == top(row);
                                  });
-    if (!status || kl.empty()) return status;
+    if (!status) return status;
+    if (kl.empty()) kl.push_back(0.0);
     Row row{.policy = name, .budget = budget};
     for (const double value : kl) row.kl_mean += value / static_cast<double>(kl.size());
     row.same_top = static_cast<double>(same) / static_cast<double>(kl.size());

@@ -37,8 +37,8 @@ class Engine {
 
   /// One step over several sequences, each with one or a few tokens: at most max(prefill_chunk, outputs_max)
   /// rows in all, of which outputs_max want logits. Checks like prefill; on an error nothing has changed.
-  /// Returns [wanted rows, vocabulary]. A sequence whose far tier failed or is full has an error() afterwards and
-  /// meaningless logits; the others are as if it had not been there.
+  /// Returns [wanted rows, vocabulary]. A sequence whose far tier failed or is full has an error() afterwards
+  /// and meaningless logits; the others are as if it had not been there.
   Result<const float*> step(std::span<const StepGroup> groups);
 
   /// Appends `tokens` tokens of random K and V, to reach a depth fast. For measuring speed: nothing that is
