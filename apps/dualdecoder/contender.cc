@@ -3,6 +3,8 @@
 #include <utility>
 #include <vector>
 
+#include "command.h"
+
 namespace dualdecoder {
 namespace {
 
@@ -120,6 +122,7 @@ Result<std::unique_ptr<Contender>> make_our_contender(const Model& model, const 
                                                       const std::string& far) {
   auto engine = Engine::create(model, options);
   if (!engine) return std::unexpected(engine.error());
+  print_short_plan(**engine);
   auto ours = std::make_unique<Ours>(std::move(*engine), far);
   if (Status status = ours->add_sequences(); !status) return std::unexpected(status.error());
   return ours;

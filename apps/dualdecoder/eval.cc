@@ -161,10 +161,7 @@ class Eval {
     for (const std::string& policy : options_.policies) {
       for (const std::uint32_t budget : options_.budgets) {
         if (Status status = measure(**engine, **sequence, policy, budget); !status) return status;
-        if (interrupted()) {  // that row is not complete
-          rows_.pop_back();
-          return {};
-        }
+        if (interrupted()) return {};
         rows_.back().block_tokens = block;
         rows_.back().digest = digest;
         if (Status status = (*sequence)->truncate(options_.context); !status) return status;
@@ -185,8 +182,7 @@ class Eval {
                                    kl.push_back(kl_divergence(reference_[i], row));
                                    same += top(reference_[i]) == top(row);
                                  });
-    if (!status) return status;
-    if (kl.empty()) kl.push_back(0.0);
+    if (!status || interrupted()) return status;  // an interrupted row is not complete
     Row row{.policy = name, .budget = budget};
     for (const double value : kl) row.kl_mean += value / static_cast<double>(kl.size());
     row.same_top = static_cast<double>(same) / static_cast<double>(kl.size());
