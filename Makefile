@@ -44,7 +44,7 @@ demo: build $(SMOLLM2) ## One question about a long document, answered: DEMO_QUE
 test: build $(SMOLLM2) $(GEMMA3) ## Every test but the long ones
 	@ctest --preset release
 
-test-long: build $(SMOLLM2) $(GEMMA3) ## Agreement with libllama at 6,000 tokens and more: some minutes
+test-long: build $(SMOLLM2) $(GEMMA3) ## Agreement with libllama at 6,000 tokens, memory at 100,000: some minutes
 	@ctest --preset long
 
 test-asan test-tsan: test-%: build/%/build.ninja

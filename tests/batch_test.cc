@@ -37,9 +37,9 @@ class Batch : public testing::Test {
   }
   static void TearDownTestSuite() { model_.reset(); }
 
-  // Lengths from 1 to several hundred tokens, none a multiple of another; each starts elsewhere in the text.
+  // Lengths from 1 to 204 tokens, none a multiple of another; each starts elsewhere in the text.
   static std::vector<TokenId> prompt(std::uint32_t index) {
-    const std::uint32_t length = 1 + index * 77;
+    const std::uint32_t length = 1 + index * 29;
     const auto begin = text_tokens_.begin() + index * 900;
     return {begin, begin + length};
   }
