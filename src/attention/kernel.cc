@@ -1,7 +1,6 @@
 #include "attention/kernel.h"
 
 #include <array>
-#include <atomic>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -9,7 +8,6 @@
 #include <vector>
 
 #include "attention/f16.h"
-#include "base/check.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "attention/kernel.cc"
@@ -314,47 +312,23 @@ const Kernels* kernels() {
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
+#include "base/simd_targets.h"  // after HWY_DISABLED_TARGETS
+
 namespace dualdecoder {
 
 HWY_EXPORT(kernels);
 
-std::span<const Kernels* const> available_kernels() {
-  static const std::vector<const Kernels*> list = [] {
-    std::vector<const Kernels*> found;
-    for (std::int64_t targets = hwy::SupportedTargets() & HWY_TARGETS; targets != 0; targets &= targets - 1) {
-      hwy::ChosenTarget chosen;  // a local one: the process-wide choice stays as it is
-      chosen.Update(targets & -targets);
-      constexpr bool kOneTarget = (HWY_TARGETS & (HWY_TARGETS - 1)) == 0;
-      found.push_back(HWY_DISPATCH_TABLE(kernels)[kOneTarget ? 0 : chosen.GetIndex()]());
-    }
-    return found;
-  }();
-  return list;
-}
-
 namespace {
-std::atomic<const Kernels*> forced_kernels{nullptr};
+SimdTargets<Kernels>& targets() {
+  static SimdTargets<Kernels> targets(HWY_DISPATCH_TABLE(kernels), HWY_TARGETS, "attention");
+  return targets;
+}
 }  // namespace
 
-const Kernels& current_kernels() {
-  const Kernels* forced = forced_kernels.load(std::memory_order_acquire);
-  return forced != nullptr ? *forced : *available_kernels().front();
-}
-
-std::vector<std::string> attention_targets() {
-  std::vector<std::string> names;
-  for (const Kernels* candidate : available_kernels()) names.emplace_back(candidate->target);
-  return names;
-}
-
-void force_attention_target(const std::string& name) {
-  const Kernels* found = nullptr;
-  for (const Kernels* candidate : available_kernels()) {
-    if (name == candidate->target) found = candidate;
-  }
-  DD_CHECK(name.empty() || found != nullptr, "no attention kernel for {} on this machine", name);
-  forced_kernels.store(found, std::memory_order_release);
-}
+std::span<const Kernels* const> available_kernels() { return targets().available(); }
+const Kernels& current_kernels() { return targets().current(); }
+std::vector<std::string> attention_targets() { return targets().names(); }
+void force_attention_target(const std::string& name) { targets().force(name); }
 
 }  // namespace dualdecoder
 #endif  // HWY_ONCE

@@ -2,14 +2,11 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <type_traits>
 #include <utility>
-
-#include "base/check.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "select/score.cc"
@@ -567,47 +564,23 @@ const ScoreKernels* score_kernels() {
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
+#include "base/simd_targets.h"  // after HWY_DISABLED_TARGETS
+
 namespace dualdecoder {
 
 HWY_EXPORT(score_kernels);
 
-std::span<const ScoreKernels* const> available_score_kernels() {
-  static const std::vector<const ScoreKernels*> list = [] {
-    std::vector<const ScoreKernels*> found;
-    for (std::int64_t targets = hwy::SupportedTargets() & HWY_TARGETS; targets != 0; targets &= targets - 1) {
-      hwy::ChosenTarget chosen;  // a local one: the process-wide choice stays as it is
-      chosen.Update(targets & -targets);
-      constexpr bool kOneTarget = (HWY_TARGETS & (HWY_TARGETS - 1)) == 0;
-      found.push_back(HWY_DISPATCH_TABLE(score_kernels)[kOneTarget ? 0 : chosen.GetIndex()]());
-    }
-    return found;
-  }();
-  return list;
-}
-
 namespace {
-std::atomic<const ScoreKernels*> forced_score_kernels{nullptr};
+SimdTargets<ScoreKernels>& targets() {
+  static SimdTargets<ScoreKernels> targets(HWY_DISPATCH_TABLE(score_kernels), HWY_TARGETS, "score");
+  return targets;
+}
 }  // namespace
 
-const ScoreKernels& current_score_kernels() {
-  const ScoreKernels* forced = forced_score_kernels.load(std::memory_order_acquire);
-  return forced != nullptr ? *forced : *available_score_kernels().front();
-}
-
-std::vector<std::string> score_targets() {
-  std::vector<std::string> names;
-  for (const ScoreKernels* candidate : available_score_kernels()) names.emplace_back(candidate->target);
-  return names;
-}
-
-void force_score_target(const std::string& name) {
-  const ScoreKernels* found = nullptr;
-  for (const ScoreKernels* candidate : available_score_kernels()) {
-    if (name == candidate->target) found = candidate;
-  }
-  DD_CHECK(name.empty() || found != nullptr, "no score kernel for {} on this machine", name);
-  forced_score_kernels.store(found, std::memory_order_release);
-}
+std::span<const ScoreKernels* const> available_score_kernels() { return targets().available(); }
+const ScoreKernels& current_score_kernels() { return targets().current(); }
+std::vector<std::string> score_targets() { return targets().names(); }
+void force_score_target(const std::string& name) { targets().force(name); }
 
 }  // namespace dualdecoder
 #endif  // HWY_ONCE
