@@ -4,8 +4,6 @@
 #include <cerrno>
 #include <cstring>
 
-#include <sys/mman.h>
-
 #include "base/check.h"
 #include "base/file.h"
 
@@ -44,20 +42,13 @@ Result<std::unique_ptr<NearTier>> NearTier::create(const NearTierOptions& option
   }
   std::unique_ptr<NearTier> tier(new NearTier(options));
   const std::size_t bytes = tier->bytes_capacity();
-  void* arena =
-      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (arena == MAP_FAILED) {
+  tier->arena_ = AnonymousMemory::map(bytes);
+  if (tier->arena_.data() == nullptr) {
     return fail(ErrorCode::kOutOfMemory, "cannot take {} bytes for the KV cache: {}; lower the context (-c)",
                 bytes, errno_text(errno));
   }
-  madvise(arena, bytes, MADV_HUGEPAGE);  // fewer page faults and TLB misses; only a hint
-  tier->arena_ = static_cast<std::byte*>(arena);
-  if (options.poison) std::memset(arena, 0xff, bytes);
+  if (options.poison) std::memset(tier->arena_.data(), 0xff, bytes);
   return tier;
-}
-
-NearTier::~NearTier() {
-  if (arena_ != nullptr) munmap(arena_, bytes_capacity());
 }
 
 std::optional<ShareIndex> NearTier::try_take_share() {

@@ -15,6 +15,7 @@
 #include <span>
 #include <vector>
 
+#include "base/anonymous_memory.h"
 #include "base/error.h"
 #include "kv/geometry.h"
 
@@ -34,7 +35,6 @@ struct NearTierOptions {
 class NearTier {
  public:
   static Result<std::unique_ptr<NearTier>> create(const NearTierOptions& options);
-  ~NearTier();
   NearTier(const NearTier&) = delete;
   NearTier& operator=(const NearTier&) = delete;
 
@@ -56,8 +56,10 @@ class NearTier {
   f16_bits* k(SlotIndex slot) const { return reinterpret_cast<f16_bits*>(data(slot)); }
   f16_bits* v(SlotIndex slot) const { return k(slot) + geometry().half_block_elements(); }
   /// slot_bytes() of the geometry.
-  std::byte* data(SlotIndex slot) const { return arena_ + std::size_t{slot.value} * geometry().slot_bytes(); }
-  std::span<std::byte> arena() const { return {arena_, bytes_capacity()}; }
+  std::byte* data(SlotIndex slot) const {
+    return arena_.data() + std::size_t{slot.value} * geometry().slot_bytes();
+  }
+  std::span<std::byte> arena() const { return {arena_.data(), bytes_capacity()}; }
 
   std::size_t bytes_capacity() const { return std::size_t{slots()} * geometry().slot_bytes(); }
   std::size_t bytes_in_use() const { return std::size_t{slots_in_use_} * geometry().slot_bytes(); }
@@ -74,7 +76,7 @@ class NearTier {
   std::uint32_t share_slots_ = 0;
   std::vector<std::uint32_t> slot_table_;  // [layer, index] -> slot within the share
   std::vector<std::uint32_t> layer_first_;
-  std::byte* arena_ = nullptr;
+  AnonymousMemory arena_;
   std::vector<ShareIndex> free_shares_;  // a stack: the share given back last is the warmest
   std::vector<bool> share_taken_;        // catches a share given back twice
   std::uint32_t slots_in_use_ = 0;

@@ -5,8 +5,6 @@
 #include <cmath>
 #include <limits>
 
-#include <sys/mman.h>
-
 #include "attention/f16.h"
 #include "base/check.h"
 #include "base/file.h"
@@ -186,24 +184,16 @@ Result<std::unique_ptr<Digests>> Digests::create(const KvGeometry& geometry, con
   DD_CHECK(geometry.block_tokens % kDigestTokens == 0 && geometry.block_tokens <= 4 * kDigestTokens,
            "blocks of {} tokens", geometry.block_tokens);
   const std::size_t bytes = bytes_for(geometry, options, blocks_max);
-  void* memory =
-      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) {
+  // In huge pages: a layer's tiles lie far apart, so with small ones every tile is a miss of the TLB.
+  digests->memory_ = AnonymousMemory::map(bytes);
+  if (digests->memory_.data() == nullptr) {
     return fail(ErrorCode::kOutOfMemory, "cannot take {} bytes for digests: {}; lower the context (-c)",
                 bytes, errno_text(errno));
   }
-  // Only a hint. A layer's tiles lie far apart, so with small pages every tile is a miss of the TLB.
-  madvise(memory, bytes, MADV_HUGEPAGE);
-  digests->memory_ = static_cast<std::byte*>(memory);
-  digests->memory_bytes_ = bytes;
-  digests->groups_at_ = digests->memory_;
+  digests->groups_at_ = digests->memory_.data();
   const std::uint32_t group_tiles = tiles_for(tiles_for(blocks_max * digests->digests_per_block()));
   digests->digests_at_ = digests->place(digests->groups_at_, LayerIndex(0), group_tiles);
   return digests;
-}
-
-Digests::~Digests() {
-  if (memory_ != nullptr) munmap(memory_, memory_bytes_);
 }
 
 std::size_t Digests::bytes_for(const KvGeometry& geometry, const DigestOptions& options,

@@ -36,6 +36,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/anonymous_memory.h"
 #include "base/error.h"
 #include "kv/geometry.h"
 
@@ -73,7 +74,6 @@ class Digests {
   /// geometry.head_dim is at most 256.
   static Result<std::unique_ptr<Digests>> create(const KvGeometry& geometry, const DigestOptions& options,
                                                  std::uint32_t blocks_max);
-  ~Digests();
   Digests(const Digests&) = delete;
   Digests& operator=(const Digests&) = delete;
 
@@ -133,8 +133,7 @@ class Digests {
   DigestOptions options_;
   std::uint32_t blocks_max_;
   std::size_t head_bytes_;
-  std::byte* memory_ = nullptr;
-  std::size_t memory_bytes_ = 0;
+  AnonymousMemory memory_;
   std::byte* digests_at_ = nullptr;
   std::byte* groups_at_ = nullptr;
   std::vector<std::uint32_t> blocks_;  // [layer]
