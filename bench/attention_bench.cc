@@ -6,7 +6,6 @@
 //
 //   attention_bench [--quick] [--block-tokens N] [--threads N] [--target NAME] [--rounds N]
 #include <algorithm>
-#include <charconv>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -14,7 +13,6 @@
 #include <initializer_list>
 #include <memory>
 #include <numeric>
-#include <optional>
 #include <random>
 #include <span>
 #include <string>
@@ -22,9 +20,11 @@
 
 #include <ggml-cpu.h>
 #include <ggml.h>
+#include <CLI/CLI.hpp>
 
 #include "attention/attention.h"
 #include "base/check.h"
+#include "base/statistics.h"
 
 namespace dualdecoder {
 namespace {
@@ -240,11 +240,6 @@ double milliseconds(Attention& attention) {
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
 }
 
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
-  return values[values.size() / 2];
-}
-
 double least(const std::vector<double>& values) { return *std::min_element(values.begin(), values.end()); }
 
 /// Prints one line; false if the two disagree.
@@ -275,32 +270,6 @@ bool compare(const Case& test, const Options& options, ggml_threadpool* pool) {
   std::fflush(stdout);
   // ggml sums the values of few rows in f16; the reference for ours is in the unit tests.
   return difference <= 0.05f * largest;
-}
-
-std::optional<Options> parse(std::span<char*> arguments) {
-  Options options;
-  for (std::size_t i = 1; i < arguments.size(); ++i) {
-    const std::string name = arguments[i];
-    if (name == "--quick") {
-      options.quick = true;
-      options.rounds = 3;
-      continue;
-    }
-    if (i + 1 == arguments.size()) return std::nullopt;
-    const std::string value = arguments[++i];
-    if (name == "--target") {
-      options.target = value;
-      continue;
-    }
-    std::uint32_t* const number = name == "--block-tokens" ? &options.block_tokens
-                                  : name == "--threads"    ? &options.threads
-                                  : name == "--rounds"     ? &options.rounds
-                                                           : nullptr;
-    if (number == nullptr) return std::nullopt;
-    const auto parsed = std::from_chars(value.data(), value.data() + value.size(), *number);
-    if (parsed.ec != std::errc() || *number == 0) return std::nullopt;
-  }
-  return options;
 }
 
 int run(const Options& options) {
@@ -335,12 +304,15 @@ int run(const Options& options) {
 }  // namespace dualdecoder
 
 int main(int argc, char** argv) {
-  const auto options = dualdecoder::parse(std::span(argv, static_cast<std::size_t>(argc)));
-  if (!options) {
-    std::fprintf(
-        stderr,
-        "usage: attention_bench [--quick] [--block-tokens N] [--threads N] [--target NAME] [--rounds N]\n");
-    return 2;
-  }
-  return dualdecoder::run(*options);
+  dualdecoder::Options options;
+  CLI::App app("Our attention kernel against ggml's");
+  app.add_flag("--quick", options.quick, "A small case of everything");
+  app.add_option("--block-tokens", options.block_tokens, "Tokens of one KV block")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--threads", options.threads)->check(CLI::PositiveNumber);
+  CLI::Option* rounds = app.add_option("--rounds", options.rounds)->check(CLI::PositiveNumber);
+  app.add_option("--target", options.target, "Instruction set");
+  CLI11_PARSE(app, argc, argv);
+  if (options.quick && rounds->count() == 0) options.rounds = 3;
+  return dualdecoder::run(options);
 }

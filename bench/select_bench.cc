@@ -9,21 +9,22 @@
 //
 //   select_bench [--quick] [--target NAME] [--digest minmax|mean|principal] [--rounds N] [--count N]
 #include <algorithm>
-#include <charconv>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <numeric>
-#include <optional>
 #include <random>
 #include <span>
 #include <string>
 #include <vector>
 
+#include <CLI/CLI.hpp>
+
 #include "attention/f16.h"
 #include "base/check.h"
+#include "base/statistics.h"
 #include "select/score.h"
 #include "select/select.h"
 
@@ -138,11 +139,6 @@ void choose(Data& data, Selector& selector, Choice choice, std::uint32_t count, 
       std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
 }
 
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
-  return values[values.size() / 2];
-}
-
 double recall(const Run& found, const Run& wanted) {
   std::size_t both = 0;
   std::size_t all = 0;
@@ -211,35 +207,6 @@ void measure_add(const DigestOptions& digest, const Options& options) {
               median(microseconds));
 }
 
-std::optional<Options> parse(std::span<char*> arguments) {
-  Options options;
-  for (std::size_t i = 1; i < arguments.size(); ++i) {
-    const std::string name = arguments[i];
-    if (name == "--quick") {
-      options.quick = true;
-      options.rounds = 3;
-      continue;
-    }
-    if (i + 1 == arguments.size()) return std::nullopt;
-    const std::string value = arguments[++i];
-    if (name == "--target") {
-      options.target = value;
-      continue;
-    }
-    if (name == "--digest" && (value == "minmax" || value == "mean" || value == "principal")) {
-      options.digest = value;
-      continue;
-    }
-    std::uint32_t* const number = name == "--rounds"  ? &options.rounds
-                                  : name == "--count" ? &options.count
-                                                      : nullptr;
-    if (number == nullptr) return std::nullopt;
-    const auto parsed = std::from_chars(value.data(), value.data() + value.size(), *number);
-    if (parsed.ec != std::errc() || *number == 0) return std::nullopt;
-  }
-  return options;
-}
-
 int run(const Options& options) {
   force_score_target(options.target);
   std::printf("1 thread, %s, %s, %u blocks chosen, medians of %u rounds\n", options.target.c_str(),
@@ -266,11 +233,14 @@ int run(const Options& options) {
 }  // namespace dualdecoder
 
 int main(int argc, char** argv) {
-  const auto options = dualdecoder::parse(std::span(argv, static_cast<std::size_t>(argc)));
-  if (!options) {
-    std::fprintf(stderr,
-                 "usage: select_bench [--quick] [--target NAME] [--digest NAME] [--rounds N] [--count N]\n");
-    return 2;
-  }
-  return dualdecoder::run(*options);
+  dualdecoder::Options options;
+  CLI::App app("Choosing blocks by their digests");
+  app.add_flag("--quick", options.quick, "A small case of everything");
+  app.add_option("--target", options.target, "Instruction set");
+  app.add_option("--digest", options.digest)->check(CLI::IsMember({"minmax", "mean", "principal"}));
+  CLI::Option* rounds = app.add_option("--rounds", options.rounds)->check(CLI::PositiveNumber);
+  app.add_option("--count", options.count, "Blocks chosen")->check(CLI::PositiveNumber);
+  CLI11_PARSE(app, argc, argv);
+  if (options.quick && rounds->count() == 0) options.rounds = 3;
+  return dualdecoder::run(options);
 }

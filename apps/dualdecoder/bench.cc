@@ -15,6 +15,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/file.h"
+#include "base/statistics.h"
 #include "command.h"
 #include "commit.h"
 #include "contender.h"
@@ -56,12 +57,6 @@ struct Row {
   std::vector<double> seconds = {};    // one per repetition
   std::optional<double> speedup = {};  // over the peer, median of pairs
 };
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  const std::size_t middle = values.size() / 2;
-  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2.0;
-}
 
 double tokens_per_s(const Row& row) { return row.steps * row.tokens_per_step / median(row.seconds); }
 double ms_per_step(const Row& row) { return median(row.seconds) / row.steps * 1e3; }

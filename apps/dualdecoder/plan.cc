@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/clock.h"
+#include "base/statistics.h"
 #include "base/units.h"
 #include "command.h"
 #include "commit.h"
@@ -112,8 +113,7 @@ Result<double> measure_compute_ms(const Model& model, const EngineOptions& optio
     if (const auto logits = (*engine)->step(groups); !logits) return std::unexpected(logits.error());
     if (step >= 2) ms.push_back(watch.seconds() * 1e3);  // the first two touch memory
   }
-  std::nth_element(ms.begin(), ms.begin() + static_cast<std::ptrdiff_t>(ms.size() / 2), ms.end());
-  return ms[ms.size() / 2];
+  return median(std::move(ms));
 }
 
 /// Writes some pages and reads their blocks back in another order.
