@@ -1,12 +1,12 @@
 #include "decode/engine.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <random>
 
 #include "attention/f16.h"
 #include "base/check.h"
+#include "base/clock.h"
 
 namespace dualdecoder {
 
@@ -77,9 +77,7 @@ Status Engine::fill_synthetic(Sequence& sequence, std::uint32_t tokens, std::uin
 Result<double> Engine::measure_far_bandwidth(Sequence& sequence) {
   if (!plan().tiered()) return fail(ErrorCode::kInvalidArgument, "there is no far tier");
   Transfers& transfers = tiers_->transfers();
-  if (!transfers.finish(sequence.residency())) {
-    return fail(ErrorCode::kIo, "{}: a write does not end", tiers_->far_description());
-  }
+  if (!transfers.finish(sequence.residency())) return std::unexpected(tiers_->overdue("a write"));
   // Every staging slot once a round, from blocks that lie far apart.
   const std::uint32_t pages = sequence.tokens() / sequence.geometry().block_tokens;
   const std::uint32_t slots = plan().staging_slots;
@@ -88,20 +86,17 @@ Result<double> Engine::measure_far_bandwidth(Sequence& sequence) {
   constexpr std::uint64_t kBytes = 64ULL << 20;
   std::mt19937_64 random(1);
   std::uint64_t bytes = 0;
-  const auto start = std::chrono::steady_clock::now();
+  const Stopwatch watch;
   while (bytes < kBytes) {
     for (std::uint32_t i = 0; i < slots; ++i, bytes += sequence.geometry().slot_bytes()) {
       const PageIndex page = sequence.page(BlockIndex(static_cast<std::uint32_t>(random() % pages)));
       const LayerIndex layer(static_cast<std::uint32_t>(random() % sequence.geometry().layers));
       transfers.read_staged(sequence.residency(), layer, page, near().staging_slot(i), done[i]);
     }
-    if (!transfers.finish(sequence.residency())) {
-      return fail(ErrorCode::kIo, "{}: a read does not end", tiers_->far_description());
-    }
+    if (!transfers.finish(sequence.residency())) return std::unexpected(tiers_->overdue("a read"));
     if (sequence.error()) return std::unexpected(*sequence.error());
   }
-  const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - start;
-  return static_cast<double>(bytes) / spent.count();
+  return static_cast<double>(bytes) / watch.seconds();
 }
 
 Status Engine::set_selection(Policy policy, std::uint32_t budget_tokens) {

@@ -26,9 +26,7 @@ void Ranker::rank(std::span<const RankRequest> requests, std::uint32_t count) {
 void Ranker::rank_one(const RankRequest& request, std::uint32_t count, Selector& selector) const {
   Selection& selection = request.sequence->selection(request.layer);
   rank_digests(request, count, selector, selection.blocks);
-  selection.valid = true;
-  selection.age = 0;
-  selection.end = request.candidates.end;
+  selection.set_ranked(request.candidates.end);
 }
 
 void Ranker::rank_digests(const RankRequest& request, std::uint32_t count, Selector& selector,
@@ -80,9 +78,7 @@ void Ranker::rank_by_attention(const RankRequest& request, std::uint32_t count, 
   Selection& selection = request.sequence->selection(request.layer);
   selection.blocks.clear();
   for (std::uint32_t i = 0; i < kept; ++i) selection.blocks.push_back(BlockIndex(first + order[i]));
-  selection.valid = true;
-  selection.age = 0;
-  selection.end = request.candidates.end;
+  selection.set_ranked(request.candidates.end);
 }
 
 double Ranker::mass_of(std::span<const BlockIndex> blocks, const Candidates& candidates) const {

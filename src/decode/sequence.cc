@@ -49,11 +49,7 @@ Status Sequence::take_slots(std::uint32_t tokens) {
       const BlockIndex block(blocks_);
       while (!residency_->try_take(layer, block, SlotState::kHeld, tiers_.step())) {
         DD_CHECK(tiers_.tiered(), "layer {} has no slot for block {}", layer.value, block.value);
-        if (!tiers_.transfers().wait()) {
-          tiers_.transfers().note_deadline_missed();
-          residency_->set_error(
-              {ErrorCode::kIo, fmt::format("{}: a write does not end", tiers_.far_description())});
-        }
+        if (!tiers_.transfers().wait()) tiers_.give_up(*residency_, "a write");
         if (!error()) continue;
         for (LayerIndex taken; taken < layer; ++taken) residency_->drop(taken, block);
         return std::unexpected(*error());
@@ -77,10 +73,8 @@ Status Sequence::truncate(std::uint32_t tokens) {
   DD_CHECK(tokens <= tokens_, "{} of {}", tokens, tokens_);
   if (error()) return std::unexpected(*error());
   if (tokens == tokens_) return {};
-  if (tiers_.tiered() && !tiers_.transfers().finish(*residency_)) {
-    residency_->set_error(
-        {ErrorCode::kIo, fmt::format("{}: a transfer does not end", tiers_.far_description())});
-  }
+  if (tiers_.tiered() && !tiers_.transfers().finish(*residency_))
+    residency_->set_error(tiers_.overdue("a transfer"));
   if (error()) return std::unexpected(*error());
   const std::uint32_t full = tokens / geometry().block_tokens;
   drop_blocks_from(geometry().blocks_for(tokens));
@@ -107,9 +101,7 @@ Status Sequence::reopen(BlockIndex block) {
     DD_CHECK(slot, "layer {} has no slot for block {}", layer.value, block.value);
     transfers.read(*residency_, layer, block, page(block), Lane::kDemand);
   }
-  if (!transfers.finish(*residency_)) {
-    residency_->set_error({ErrorCode::kIo, fmt::format("{}: a read does not end", tiers_.far_description())});
-  }
+  if (!transfers.finish(*residency_)) residency_->set_error(tiers_.overdue("a read"));
   if (error()) return std::unexpected(*error());
   for (LayerIndex layer; layer.value < geometry().layers; ++layer) {
     if (residency_->state(layer, block) == SlotState::kClean) residency_->reopen(layer, block);

@@ -20,6 +20,12 @@ struct Selection {
   BlockIndex end;         // of the candidates that it was ranked from
   std::vector<BlockIndex> blocks;
 
+  /// `blocks` were ranked just now, from candidates up to `candidates_end`.
+  void set_ranked(BlockIndex candidates_end) {
+    valid = true;
+    age = 0;
+    end = candidates_end;
+  }
   /// Takes in what has left the window since it was ranked.
   void extend(BlockIndex to) {
     for (; end < to; ++end) blocks.push_back(end);

@@ -280,10 +280,7 @@ void Step::arrive(LayerIndex layer) {
   const PassTimer stall(stats_.stall_ns);
   for (Work& work : std::span(work_).first(works_)) {
     while (waiting(work)) {
-      if (transfers.wait()) continue;
-      transfers.note_deadline_missed();
-      work.sequence->residency().set_error(
-          {ErrorCode::kIo, fmt::format("{}: a read does not end", tiers_.far_description())});
+      if (!transfers.wait()) tiers_.give_up(work.sequence->residency(), "a read");
     }
   }
 }

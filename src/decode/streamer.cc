@@ -106,21 +106,16 @@ const Streamer::Segment* Streamer::wait_front(LayerIndex layer) {
   tiers_.transfers().poll();
   while (!arrived(segment)) {
     if (tiers_.transfers().wait()) continue;
-    segment.sequence->residency().set_error(no_end());
-    tiers_.transfers().note_deadline_missed();
+    tiers_.give_up(segment.sequence->residency(), "a read");
     break;
   }
   return &segment;
 }
 
 const Streamer::Segment* Streamer::give_up() {
-  for (const Stream& stream : streams_) stream.sequence->residency().set_error(no_end());
+  for (const Stream& stream : streams_) stream.sequence->residency().set_error(tiers_.overdue("a read"));
   streams_.clear();
   return nullptr;
-}
-
-Error Streamer::no_end() const {
-  return {ErrorCode::kIo, fmt::format("{}: a read does not end", tiers_.far_description())};
 }
 
 // A half that a read may still reach is not used again before that read has ended.

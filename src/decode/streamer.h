@@ -65,7 +65,6 @@ class Streamer {
   bool staged_ended(const Segment& segment) const;
   void free_late_halves();
   const Segment* give_up();
-  Error no_end() const;
 
   Tiers& tiers_;
   std::uint32_t half_slots_;

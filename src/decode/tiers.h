@@ -40,6 +40,15 @@ class Tiers {
   Transfers& transfers() const { return *transfers_; }
   /// "none", or the port's own words.
   std::string far_description() const;
+  /// What a transfer (`what`: "a read") that missed its deadline ends a sequence with.
+  Error overdue(const char* what) const {
+    return {ErrorCode::kIo, fmt::format("{}: {} does not end", far_description(), what)};
+  }
+  /// Ends the sequence of `residency` with it, after Transfers::wait() gave up.
+  void give_up(Residency& residency, const char* what) const {
+    transfers_->note_deadline_missed();
+    residency.set_error(overdue(what));
+  }
   /// The number of the step under way or last done; what is wanted in it keeps its slot.
   std::uint64_t step() const { return step_; }
   void begin_step() { ++step_; }
