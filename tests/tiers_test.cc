@@ -1,18 +1,11 @@
 // Decoding with the KV in a far tier against decoding with all of it near, on small random models (law 1 and
 // law 3 of docs/design.md): the same bits when every block is selected, whatever the far tier, the policy and
 // the room near; and the right bits or an error of that sequence alone when the far tier fails.
-#include <algorithm>
-#include <cstring>
+#include <bit>
+#include <optional>
 #include <random>
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include "decode/engine.h"
-#include "model/log_capture.h"
-#include "temporary_directory.h"
-#include "tiny_model.h"
-#include "transfer/simulated_port.h"
+#include "tiers_testing.h"
 
 namespace dualdecoder {
 namespace {
@@ -30,16 +23,11 @@ struct Script {
 };
 
 Script make_script(std::span<const std::uint32_t> lengths, std::uint32_t steps, std::uint64_t seed) {
-  std::mt19937_64 random(seed);
-  std::uniform_int_distribution<TokenId> token(0, static_cast<TokenId>(kTinyVocabulary) - 1);
-  const auto tokens = [&](std::size_t count) {
-    std::vector<TokenId> list(count);
-    for (TokenId& t : list) t = token(random);
-    return list;
-  };
   Script script;
-  for (const std::uint32_t length : lengths) script.prompts.push_back(tokens(length));
-  for (std::uint32_t s = 0; s < steps; ++s) script.steps.push_back(tokens(lengths.size()));
+  for (std::size_t i = 0; i < lengths.size(); ++i)
+    script.prompts.push_back(random_tokens(lengths[i], seed * 1000 + i));
+  for (std::uint32_t s = 0; s < steps; ++s)
+    script.steps.push_back(random_tokens(lengths.size(), seed * 1000 + 100 + s));
   return script;
 }
 
@@ -48,16 +36,11 @@ struct Outcome {
   std::vector<std::optional<Error>> errors;
 };
 
-class TiersTest : public testing::Test {
+class TiersTest : public TieredEngines {
  protected:
   void load(const std::string& architecture) {
-    quiet_library_logs();
-    TinyModelOptions options{.architecture = architecture, .layers = architecture == "gemma3" ? 4U : 3U};
-    const std::string path = directory_.file("tiny.gguf");
-    ASSERT_TRUE(write_tiny_model(path, options));
-    auto model = Model::load(path, [](std::size_t, std::size_t) {});
-    ASSERT_TRUE(model) << model.error().message;
-    model_ = std::move(*model);
+    model_ =
+        TieredEngines::load({.architecture = architecture, .layers = architecture == "gemma3" ? 4U : 3U});
   }
 
   static EngineOptions base_options(std::uint32_t sequences, std::uint32_t block_tokens) {
@@ -72,22 +55,7 @@ class TiersTest : public testing::Test {
   }
 
   std::unique_ptr<Engine> engine(const EngineOptions& options) const {
-    auto created = Engine::create(*model_, options);
-    DD_CHECK(created, "{}", created.error().message);
-    return std::move(*created);
-  }
-
-  /// An engine whose far tier is simulated; the port belongs to it.
-  std::unique_ptr<Engine> simulated(EngineOptions options, SimulatedPortOptions port_options,
-                                    SimulatedPort** port = nullptr) const {
-    options.tiers.far.kind = FarKind::kCustom;
-    options.tiers.far.make_port = [&](std::uint64_t bytes) {
-      port_options.bytes = bytes;
-      auto made = std::make_unique<SimulatedPort>(port_options);
-      if (port != nullptr) *port = made.get();
-      return made;
-    };
-    return engine(options);
+    return TieredEngines::engine(*model_, options);
   }
 
   static Outcome play(Engine& engine, const Script& script) {
@@ -99,7 +67,7 @@ class TiersTest : public testing::Test {
       outcome.logits[i].insert(outcome.logits[i].end(), row, row + kTinyVocabulary);
     };
     for (std::size_t i = 0; i < script.prompts.size(); ++i) {
-      sequences.push_back(std::move(*engine.new_sequence()));
+      sequences.push_back(new_sequence(engine));
       const auto logits = engine.prefill(*sequences[i], script.prompts[i]);
       if (logits) {
         keep(i, *logits);
@@ -130,7 +98,7 @@ class TiersTest : public testing::Test {
   static Outcome play_turns(Engine& engine, std::span<const std::vector<TokenId>> turns,
                             std::uint32_t steps) {
     Outcome outcome{.logits = {{}}, .errors = {std::nullopt}};
-    const auto sequence = std::move(*engine.new_sequence());
+    const auto sequence = new_sequence(engine);
     const auto keep = [&](const Result<const float*>& logits) {
       if (!logits) {
         outcome.errors[0] = logits.error();
@@ -161,7 +129,6 @@ class TiersTest : public testing::Test {
     }
   }
 
-  TemporaryDirectory directory_;
   std::unique_ptr<Model> model_;
 };
 
@@ -259,10 +226,11 @@ TEST_P(EveryBlockSelected, GivesTheBitsOfAllNearUnderAnyLatencyAndOrderOfComplet
     SCOPED_TRACE(fmt::format("seed {}: {}, blocks of {}, {} sequences, {} tokens near", seed,
                              policy_name(options.tiers.policy), block, lengths.size(),
                              options.tiers.near_tokens));
-    const auto tiered = simulated(options, {.seed = seed,
-                                            .latency_min = std::chrono::nanoseconds(0),
-                                            .latency_max = std::chrono::milliseconds(50),
-                                            .keep_log = false});
+    const auto tiered = simulated(*model_, options,
+                                  {.seed = seed,
+                                   .latency_min = std::chrono::nanoseconds(0),
+                                   .latency_max = std::chrono::milliseconds(50),
+                                   .keep_log = false});
     expect_same_bits(play(*tiered, script), reference);
     if (HasFatalFailure()) return;
   }
