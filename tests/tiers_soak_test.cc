@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
+#include <optional>
 
 #include <gmock/gmock.h>
 
@@ -15,8 +16,9 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr std::array kEveryPolicy = {Policy::kFull,     Policy::kReactive,      Policy::kLastSet,
-                                     Policy::kPrevious, Policy::kPreviousLayer, Policy::kOracle};
+constexpr std::array kEveryPolicy = {Policy::kFull,     Policy::kReactive, Policy::kLastSet,
+                                     Policy::kPrevious, Policy::kDual,     Policy::kPreviousLayer,
+                                     Policy::kOracle};
 constexpr std::uint64_t kStepsByDefault = 10'000;
 
 std::uint64_t soak_steps() {
@@ -29,8 +31,8 @@ std::uint64_t first_seed() {
   return text == nullptr ? 1 : std::strtoull(text, nullptr, 10);
 }
 
-std::uint64_t hash_row(const float* logits) {
-  return hash_bytes(std::as_bytes(std::span(logits, kTinyVocabulary)));
+std::uint64_t hash_rows(const float* logits, std::uint32_t rows) {
+  return hash_bytes(std::as_bytes(std::span(logits, std::size_t{rows} * kTinyVocabulary)));
 }
 
 using OutOfOrder = TieredEngines;
@@ -86,9 +88,10 @@ TEST_F(OutOfOrder, FourSequencesInTheLeastNearMemoryAreAsEachAlone) {
 
 /// What was done with a sequence, and a hash of the logits that came of it.
 struct Deed {
-  enum class Kind { kPrefill, kStep, kTruncate };
+  enum class Kind { kPrefill, kStep, kAccept, kTruncate };
   Kind kind = Kind::kStep;
   std::vector<TokenId> tokens = {};
+  std::optional<TokenId> guess = {};
   std::uint32_t kept = 0;
   std::uint64_t hash = 0;
 };
@@ -127,11 +130,14 @@ class Soak : public TieredEngines {
   RoundOptions random_round(std::uint64_t seed) {
     RoundOptions round;
     round.engine = small_options(1 + below(8), 16U << below(3));
+    round.engine.draft.kind = DraftKind::kSelf;
     TierOptions& tiers = round.engine.tiers;
     round.every_block = chance(2);
     round.faulty = seed % 3 == 0;
     round.lossy = round.faulty && chance(3);
     tiers.policy = kEveryPolicy[below(std::size(kEveryPolicy))];
+    if (chance(2)) tiers.correction = {.kind = Correction::Kind::kMiss, .cosine = 0.0f};
+    if (chance(4)) tiers.correction = {.kind = Correction::Kind::kCosine, .cosine = 0.9f};
     tiers.budget_tokens = round.every_block ? kTierContext : 16 + below(150);
     tiers.sink_tokens = below(50);
     tiers.recent_tokens = below(100);
@@ -209,7 +215,7 @@ class Soak : public TieredEngines {
       fail_at(index, logits.error());
       return;
     }
-    deed.hash = hash_row(*logits);
+    deed.hash = hash_rows(*logits, 1);
     live.deeds.push_back(std::move(deed));
   }
 
@@ -232,7 +238,16 @@ class Soak : public TieredEngines {
   }
   void remove(std::size_t index) { live_.erase(live_.begin() + static_cast<std::ptrdiff_t>(index)); }
 
-  /// One step of some of them, most with one token.
+  /// One token mostly, with a guess behind it or none; sometimes a few, or a guess alone.
+  Deed random_step() {
+    Deed deed{.kind = Deed::Kind::kStep, .tokens = tokens(chance(10) ? 2 + below(3) : 1)};
+    if (deed.tokens.size() > 1 || chance(2)) return deed;
+    deed.guess = tokens(1).front();
+    if (chance(5)) deed.tokens.clear();
+    return deed;
+  }
+
+  /// One step of some of them.
   void advance() {
     for (std::size_t i = live_.size(); i-- > 0;) {
       if (live_[i].sequence->error()) fail_at(i, *live_[i].sequence->error());  // a write came back
@@ -240,25 +255,36 @@ class Soak : public TieredEngines {
     std::vector<std::size_t> members;
     std::vector<Deed> deeds;
     for (std::size_t i = 0; i < live_.size(); ++i) {
-      const std::uint32_t rows = chance(10) ? 2 + below(3) : 1;
+      Deed deed = random_step();
+      const std::size_t rows = deed.tokens.size() + (deed.guess ? 1 : 0);
       if (live_[i].sequence->tokens() + rows > kTierContext || chance(6)) continue;
       members.push_back(i);
-      deeds.push_back({.kind = Deed::Kind::kStep, .tokens = tokens(rows)});
+      deeds.push_back(std::move(deed));
     }
     if (members.empty()) return;
     std::vector<StepGroup> groups;
     for (std::size_t g = 0; g < members.size(); ++g)
-      groups.push_back({live_[members[g]].sequence.get(), deeds[g].tokens, LogitsWanted::kLast});
+      groups.push_back(
+          {live_[members[g]].sequence.get(), deeds[g].tokens, LogitsWanted::kLast, deeds[g].guess});
     const auto logits = engine_->step(groups);
     ASSERT_TRUE(logits) << logits.error().message;
+    const float* row = *logits;
+    for (std::size_t g = 0; g < members.size(); ++g) {
+      const std::uint32_t rows = groups[g].logits_rows();
+      deeds[g].hash = hash_rows(row, rows);
+      row += std::size_t{rows} * kTinyVocabulary;
+    }
     for (std::size_t g = members.size(); g-- > 0;) {
       const std::size_t i = members[g];
       if (live_[i].sequence->error()) {
         fail_at(i, *live_[i].sequence->error());
         continue;
       }
-      deeds[g].hash = hash_row(*logits + g * kTinyVocabulary);
+      const bool accept = deeds[g].guess && chance(3);
       live_[i].deeds.push_back(std::move(deeds[g]));
+      if (!accept) continue;
+      ASSERT_TRUE(engine_->accept_guess(*live_[i].sequence));
+      live_[i].deeds.push_back({.kind = Deed::Kind::kAccept});
     }
   }
 
@@ -288,11 +314,16 @@ class Soak : public TieredEngines {
         ASSERT_TRUE(sequence->truncate(deed.kept));
         continue;
       }
-      const StepGroup group{sequence.get(), deed.tokens, LogitsWanted::kLast};
+      if (deed.kind == Deed::Kind::kAccept) {
+        ASSERT_TRUE(reference_->accept_guess(*sequence));
+        continue;
+      }
+      const StepGroup group{sequence.get(), deed.tokens, LogitsWanted::kLast, deed.guess};
       const auto logits = deed.kind == Deed::Kind::kPrefill ? reference_->prefill(*sequence, deed.tokens)
                                                             : reference_->step(std::span(&group, 1));
       ASSERT_TRUE(logits) << logits.error().message;
-      ASSERT_EQ(hash_row(*logits), deed.hash)
+      const std::uint32_t rows = deed.kind == Deed::Kind::kPrefill ? 1 : group.logits_rows();
+      ASSERT_EQ(hash_rows(*logits, rows), deed.hash)
           << "deed " << i << " of " << deeds.size() << ", at " << sequence->tokens() << " tokens";
     }
     ++compared_;

@@ -139,12 +139,10 @@ class Bench {
         TierChoices choices = options_.tiers;
         choices.far = far;
         choices.policy = policy;
-        auto tiers = tier_options(choices);
-        if (!tiers) return std::unexpected(tiers.error());
-        if (tiers->far.kind == FarKind::kFile && options_.policies.size() > 1) {
-          if (Status status = own_directory(tiers->far.directory, policy); !status) return status;
+        if (Status status = choose_tiers(choices, engine); !status) return status;
+        if (engine.tiers.far.kind == FarKind::kFile && options_.policies.size() > 1) {
+          if (Status status = own_directory(engine.tiers.far.directory, policy); !status) return status;
         }
-        engine.tiers = std::move(*tiers);
         auto ours = make_our_contender(model_, engine, far);
         if (!ours) return std::unexpected(ours.error());
         contenders_.push_back(std::move(*ours));
@@ -181,14 +179,8 @@ class Bench {
     }
     for (const std::uint32_t steps : options_.decode) {
       if (steps == 0) continue;
-      const auto tokens_in = step_tokens(depth, steps, sequences);
-      const auto work = [&](Contender& contender) -> Status {
-        for (std::uint32_t step = 0; step < steps; ++step) {
-          const auto tokens = std::span(tokens_in).subspan(std::size_t{step} * sequences, sequences);
-          if (Status status = contender.decode(tokens); !status) return status;
-        }
-        return {};
-      };
+      const auto first = first_tokens(depth, sequences);
+      const auto work = [&](Contender& contender) { return contender.decode(first, steps); };
       const Row row{.test = fmt::format("tg{} @ d{}", steps, depth),
                     .depth = depth,
                     .sequences = sequences,
@@ -199,14 +191,10 @@ class Bench {
     return {};
   }
 
-  /// [step, sequence]: each sequence goes on where its filling ended.
-  std::vector<TokenId> step_tokens(std::uint32_t depth, std::uint32_t steps, std::uint32_t sequences) const {
-    std::vector<TokenId> tokens(std::size_t{steps} * sequences);
-    for (std::uint32_t s = 0; s < sequences; ++s) {
-      const auto own = source_.tokens(s, depth, steps);
-      for (std::uint32_t step = 0; step < steps; ++step)
-        tokens[std::size_t{step} * sequences + s] = own[step];
-    }
+  /// [sequence]: each goes on where its filling ended.
+  std::vector<TokenId> first_tokens(std::uint32_t depth, std::uint32_t sequences) const {
+    std::vector<TokenId> tokens(sequences);
+    for (std::uint32_t s = 0; s < sequences; ++s) tokens[s] = source_.tokens(s, depth, 1).front();
     return tokens;
   }
 
@@ -237,11 +225,8 @@ class Bench {
     }
     if (interrupted()) return {};
     if (Status status = contender.append(0, source_.tokens(0, depth, kWarmUpTokens)); !status) return status;
-    const auto warm_up = step_tokens(depth, kWarmUpTokens, sequences);
-    for (std::uint32_t step = 0; step < kWarmUpTokens; ++step) {
-      const auto tokens = std::span(warm_up).subspan(std::size_t{step} * sequences, sequences);
-      if (Status status = contender.decode(tokens); !status) return status;
-    }
+    const auto first = first_tokens(depth, sequences);
+    if (Status status = contender.decode(first, kWarmUpTokens); !status) return status;
     return cut_back(contender, sequences, depth);
   }
 
@@ -320,11 +305,18 @@ void print_json(const std::vector<Row>& rows, const BenchOptions& options, std::
       json["blocks_attended_per_step"] = row.tiers.blocks_attended / total_steps(row);
       json["blocks_missed_per_step"] = row.tiers.blocks_missed / total_steps(row);
       json["blocks_late_per_step"] = row.tiers.blocks_late / total_steps(row);
+      json["blocks_wasted_per_step"] = row.tiers.blocks_wasted / total_steps(row);
+      if (row.tiers.guesses > 0.0) json["guesses_right"] = row.tiers.guesses_right / row.tiers.guesses;
     }
     if (row.speedup) json["speedup"] = *row.speedup;
     list.push_back(std::move(json));
   }
   fmt::print("{}\n", list.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace));
+}
+
+std::string guesses_text(const TierTotals& tiers) {
+  if (tiers.guesses == 0.0) return "";
+  return fmt::format("{:.0f} %", tiers.guesses_right / tiers.guesses * 100.0);
 }
 
 void print_markdown(const std::vector<Row>& rows, const BenchOptions& options, const Model& model,
@@ -336,16 +328,18 @@ void print_markdown(const std::vector<Row>& rows, const BenchOptions& options, c
   if (options.fill == "synthetic") fmt::print(", filled with random KV (speed only)");
   fmt::print(
       "\n\n| test | sequences | engine | far | policy | tokens/s | ms/step | spread | near KV MiB | "
-      "far MiB/step | stall | ranking | missed / late blocks/step | vs libllama |\n");
-  fmt::print("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n");
+      "far MiB/step | stall | ranking | missed / late / wasted blocks/step | guesses right | vs libllama "
+      "|\n");
+  fmt::print("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n");
   for (const Row& row : rows) {
-    std::string tiers = "| | |";
+    std::string tiers = "| | | |";
     if (row.far != "none") {
       tiers = fmt::format(
-          "{:.2f} | {:.1f} % | {:.1f} % | {:.1f} / {:.1f}",
+          "{:.2f} | {:.1f} % | {:.1f} % | {:.1f} / {:.1f} / {:.1f} | {}",
           row.tiers.read_bytes / total_steps(row) / 1048576.0, row.tiers.stall_s / total_seconds(row) * 100.0,
           row.tiers.select_s / total_seconds(row) * 100.0, row.tiers.blocks_missed / total_steps(row),
-          row.tiers.blocks_late / total_steps(row));
+          row.tiers.blocks_late / total_steps(row), row.tiers.blocks_wasted / total_steps(row),
+          guesses_text(row.tiers));
     }
     fmt::print("| {} | {} | {} | {} | {} | {:.1f} | {:.2f} | ±{:.0f} % | {:.1f} | {} | {} |\n", row.test,
                row.sequences, row.engine, row.far, row.policy, tokens_per_s(row), ms_per_step(row),
@@ -408,7 +402,8 @@ void add_bench_command(CLI::App& app, int& exit_code) {
         ->type_name("N,...");
   };
   list("-p,--prefill", options->prefill, 0, kTokensMax, "Prompt tokens to compute; 0: no such test");
-  list("-n,--decode", options->decode, 0, kTokensMax, "Decode steps; 0: no such test");
+  list("-n,--decode", options->decode, 0, kTokensMax,
+       "Tokens that each sequence decodes, the likeliest each time; 0: no such test");
   list("-d,--depth", options->depth, 0, kTokensMax, "Tokens that are in each sequence before the test");
   list("--np,--sequences", options->sequences, 1, 4096, "Sequences decoded together; -np as well");
   command->add_option("-r,--repeats", options->repeats, "Repetitions of each test, engines in turn")

@@ -52,8 +52,20 @@ void add_tier_options(CLI::App& command, TierChoices& choices, bool one_engine) 
          "Where the whole KV cache lies: none (all of it near), host (memory), file:DIR (a file in DIR)",
          "TIER");
     text("--policy", choices.policy,
-         "What brings blocks near: previous, reactive, last-set, previous-layer, full, oracle", "NAME");
+         "What brings blocks near: previous, dual, reactive, last-set, previous-layer, full, oracle", "NAME");
   }
+  text("--correct", choices.correct,
+       "Rank each layer again with the token's own query, and wait for what is missing: none, miss (every "
+       "layer), cosine:T (where the predicting query's cosine is below T)",
+       "RULE");
+  text("--draft", choices.draft,
+       "Where a guess of the next token comes from after a wrong one: self (an extra pass), ngram (the text "
+       "before), keep (the row behind the wrong one), none; auto: self with the policy dual",
+       "NAME");
+  command
+      .add_flag("--accept", choices.accept,
+                "Commit a right guess and the token behind it in one step (with --draft ngram)")
+      ->group(group);
   text("--far-size", choices.far_size, "Most that the far tier may take, e.g. 20GiB; 0: what is needed",
        "SIZE");
   text("--near-memory", choices.near_memory, "Most that KV near may take, e.g. 64MiB; 0: by --near-slots",
@@ -138,7 +150,7 @@ Result<EngineOptions> engine_options(const ModelOptions& options, const Model& m
   return engine;
 }
 
-Result<TierOptions> tier_options(const TierChoices& choices) {
+Status choose_tiers(const TierChoices& choices, EngineOptions& options) {
   TierOptions tiers;
   auto far = parse_far(choices.far);
   if (!far) return std::unexpected(far.error());
@@ -146,6 +158,14 @@ Result<TierOptions> tier_options(const TierChoices& choices) {
   const auto policy = parse_policy(choices.policy);
   if (!policy) return std::unexpected(policy.error());
   tiers.policy = *policy;
+  const auto correction = parse_correction(choices.correct);
+  if (!correction) return std::unexpected(correction.error());
+  tiers.correction = *correction;
+  const std::string own_draft = tiers.policy == Policy::kDual ? "self" : "none";
+  const auto draft = parse_draft(choices.draft == "auto" ? own_draft : choices.draft);
+  if (!draft) return std::unexpected(draft.error());
+  if (choices.accept && *draft == DraftKind::kNone)
+    return fail(ErrorCode::kInvalidArgument, "--accept: there is nothing to accept; add --draft ngram");
   for (const auto& [name, text, value] :
        {std::tuple("--far-size", &choices.far_size, &tiers.far_bytes_max),
         std::tuple("--near-memory", &choices.near_memory, &tiers.near_bytes_max)}) {
@@ -164,7 +184,9 @@ Result<TierOptions> tier_options(const TierChoices& choices) {
                        : choices.digest == "mean" ? DigestKind::kMean
                                                   : DigestKind::kPrincipal;
   tiers.digests.type = choices.digest_type == "int8" ? DigestType::kInt8 : DigestType::kF16;
-  return tiers;
+  options.tiers = std::move(tiers);
+  options.draft = {.kind = *draft, .accept = choices.accept};
+  return {};
 }
 
 void print_short_plan(const Engine& engine) {

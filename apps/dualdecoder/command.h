@@ -34,6 +34,9 @@ struct TierChoices {
   std::string far_size = "0";
   std::string near_memory = "0";
   std::string policy = "previous";
+  std::string correct = "none";
+  std::string draft = "auto";  // self with the policy dual, else none
+  bool accept = false;
   std::string digest = "principal";
   std::string digest_type = "f16";
   std::uint32_t budget = TierOptions{}.budget_tokens;
@@ -67,7 +70,8 @@ Result<std::unique_ptr<Model>> load_model(const ModelOptions& options);
 /// stderr.
 Result<EngineOptions> engine_options(const ModelOptions& options, const Model& model);
 
-Result<TierOptions> tier_options(const TierChoices& choices);
+/// Sets what concerns tiers and guesses.
+Status choose_tiers(const TierChoices& choices, EngineOptions& options);
 /// The plan in one line, on stderr; nothing when all KV stays near.
 void print_short_plan(const Engine& engine);
 

@@ -1,9 +1,12 @@
 #include "contender.h"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
 #include "command.h"
+#include "decode/draft.h"
+#include "decode/sampler.h"
 
 namespace dualdecoder {
 namespace {
@@ -35,16 +38,18 @@ class Ours final : public Contender {
     if (!status) return std::unexpected(status.error());
     return true;
   }
-  Status decode(std::span<const TokenId> tokens) override {
-    groups_.clear();
-    for (std::size_t i = 0; i < tokens.size(); ++i) {
-      groups_.push_back({sequences_[i].get(), tokens.subspan(i, 1), LogitsWanted::kLast});
+  Status decode(std::span<const TokenId> first, std::uint32_t tokens) override {
+    std::vector<Decoding> all;
+    for (std::size_t i = 0; i < first.size(); ++i) {
+      all.push_back({.sequence = sequences_[i].get(),
+                     .draft = Draft(*engine_, engine_->options().draft),
+                     .newest = first[i],
+                     .left = tokens});
     }
-    const auto logits = engine_->step(groups_);
-    if (!logits) return std::unexpected(logits.error());
-    for (const auto& sequence : sequences_) {
-      if (sequence->error()) return std::unexpected(*sequence->error());
+    while (std::any_of(all.begin(), all.end(), [](const Decoding& one) { return one.left > 0; })) {
+      if (Status status = step(all); !status) return status;
     }
+    for (const Decoding& one : all) drafts_ += one.draft.stats();
     return {};
   }
   Status truncate(std::uint32_t sequence, std::uint32_t tokens) override {
@@ -61,14 +66,51 @@ class Ours final : public Contender {
             .read_bytes = static_cast<double>(engine_->tiers().transfers().stats().reads.bytes),
             .blocks_attended = static_cast<double>(step.blocks_attended),
             .blocks_missed = static_cast<double>(step.blocks_missed),
-            .blocks_late = static_cast<double>(step.blocks_late)};
+            .blocks_late = static_cast<double>(step.blocks_late),
+            .blocks_wasted = static_cast<double>(step.blocks_predicted - step.blocks_used),
+            .guesses = static_cast<double>(drafts_.guesses),
+            .guesses_right = static_cast<double>(drafts_.right)};
   }
 
  private:
+  struct Decoding {
+    Sequence* sequence = nullptr;
+    Draft draft;
+    TokenId newest = 0;
+    std::uint32_t left = 0;  // tokens
+  };
+
+  Status step(std::span<Decoding> all) {
+    groups_.clear();
+    members_.clear();
+    for (Decoding& one : all) {
+      if (one.left == 0) continue;
+      members_.push_back(&one);
+      groups_.push_back(one.draft.next(*one.sequence, one.newest, one.left > 1));
+    }
+    const auto logits = engine_->step(groups_);
+    if (!logits) return std::unexpected(logits.error());
+    const float* row = *logits;
+    for (std::size_t i = 0; i < members_.size(); ++i) {
+      Decoding& one = *members_[i];
+      if (one.sequence->error()) return std::unexpected(*one.sequence->error());
+      one.draft.take(*one.sequence, row, [&](std::span<const float> from, std::uint32_t, DrawnAs drawn_as) {
+        const TokenId token = likeliest(from);
+        if (drawn_as == DrawnAs::kGuess) return std::optional(token);
+        one.newest = token;
+        return --one.left > 0 ? std::optional(token) : std::nullopt;
+      });
+      row += groups_[i].logits_rows() * engine_->model().vocabulary().size();
+    }
+    return {};
+  }
+
   std::unique_ptr<Engine> engine_;
   std::string far_;
   std::vector<std::unique_ptr<Sequence>> sequences_;  // go before engine_'s memory
   std::vector<StepGroup> groups_;
+  std::vector<Decoding*> members_;  // of groups_
+  DraftStats drafts_;
 };
 
 class Peer final : public Contender {
@@ -88,9 +130,16 @@ class Peer final : public Contender {
     llama_->copy(0, sequence);
     return true;
   }
-  Status decode(std::span<const TokenId> tokens) override {
-    const auto logits = llama_->decode(tokens);
-    return logits ? Status{} : std::unexpected(logits.error());
+  Status decode(std::span<const TokenId> first, std::uint32_t tokens) override {
+    std::vector<TokenId> newest(first.begin(), first.end());
+    for (std::uint32_t step = 0; step < tokens; ++step) {
+      const auto logits = llama_->decode(newest);
+      if (!logits) return std::unexpected(logits.error());
+      const std::size_t vocabulary = llama_->vocabulary();
+      for (std::size_t i = 0; i < newest.size(); ++i)
+        newest[i] = likeliest(std::span(*logits + i * vocabulary, vocabulary));
+    }
+    return {};
   }
   Status truncate(std::uint32_t sequence, std::uint32_t tokens) override {
     return llama_->truncate(sequence, tokens);
@@ -115,7 +164,10 @@ TierTotals TierTotals::operator-(const TierTotals& before) const {
           .read_bytes = read_bytes - before.read_bytes,
           .blocks_attended = blocks_attended - before.blocks_attended,
           .blocks_missed = blocks_missed - before.blocks_missed,
-          .blocks_late = blocks_late - before.blocks_late};
+          .blocks_late = blocks_late - before.blocks_late,
+          .blocks_wasted = blocks_wasted - before.blocks_wasted,
+          .guesses = guesses - before.guesses,
+          .guesses_right = guesses_right - before.guesses_right};
 }
 
 Result<std::unique_ptr<Contender>> make_our_contender(const Model& model, const EngineOptions& options,

@@ -21,6 +21,9 @@ struct TierTotals {
   double blocks_attended = 0.0;
   double blocks_missed = 0.0;
   double blocks_late = 0.0;
+  double blocks_wasted = 0.0;  // read ahead and not attended to, or not yet
+  double guesses = 0.0;
+  double guesses_right = 0.0;
 
   TierTotals operator-(const TierTotals& before) const;
 };
@@ -36,8 +39,8 @@ class Contender {
   /// Brings a sequence `tokens` further without computing them: ours by random KV, libllama's by copying
   /// sequence 0, which is further. False where that is not possible.
   virtual Result<bool> fill_synthetic(std::uint32_t sequence, std::uint32_t tokens) = 0;
-  /// One token for each sequence.
-  virtual Status decode(std::span<const TokenId> tokens) = 0;
+  /// `tokens` tokens for each sequence, the likeliest each time, beginning with first[sequence].
+  virtual Status decode(std::span<const TokenId> first, std::uint32_t tokens) = 0;
   virtual Status truncate(std::uint32_t sequence, std::uint32_t tokens) = 0;
   virtual std::uint64_t near_kv_bytes() const = 0;
   virtual TierTotals totals() const { return {}; }

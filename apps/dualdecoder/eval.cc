@@ -12,6 +12,8 @@
 #include "base/file.h"
 #include "command.h"
 #include "commit.h"
+#include "decode/draft.h"
+#include "decode/sampler.h"
 #include "progress.h"
 
 namespace dualdecoder {
@@ -58,10 +60,6 @@ double kl_divergence(const LogProbabilities& p, const LogProbabilities& q) {
   double sum = 0.0;
   for (std::size_t i = 0; i < p.size(); ++i) sum += std::exp(static_cast<double>(p[i])) * (p[i] - q[i]);
   return sum;
-}
-
-std::size_t top(const LogProbabilities& p) {
-  return static_cast<std::size_t>(std::max_element(p.begin(), p.end()) - p.begin());
 }
 
 class Eval {
@@ -114,15 +112,21 @@ class Eval {
 
   /// Calls body(position, log probabilities) for each decoded position.
   template <typename Body>
-  Status decode(Engine& engine, Sequence& sequence, const std::string& what, const Body& body) const {
+  Status decode(Engine& engine, Sequence& sequence, DraftKind guesses, const std::string& what,
+                const Body& body) const {
     ProgressLine line(what);
-    for (std::uint32_t i = 0; i < options_.positions && !interrupted(); ++i) {
-      const StepGroup group{&sequence, std::span(tokens_).subspan(options_.context + i, 1),
-                            LogitsWanted::kLast};
+    Draft draft(engine, {.kind = guesses, .accept = false});
+    for (std::uint32_t i = 0; i < options_.positions && !interrupted();) {
+      const StepGroup group = draft.next(sequence, tokens_[options_.context + i], i + 1 < options_.positions);
       const auto logits = engine.step(std::span(&group, 1));
       if (!logits) return std::unexpected(logits.error());
       if (sequence.error()) return std::unexpected(*sequence.error());
-      body(i, log_softmax(std::span(*logits, model_.vocabulary().size())));
+      draft.take(sequence, *logits,
+                 [&](std::span<const float> row, std::uint32_t position, DrawnAs drawn_as) {
+                   if (drawn_as == DrawnAs::kGuess) return std::optional(likeliest(row));
+                   body(i++, log_softmax(row));
+                   return position < tokens_.size() ? std::optional(tokens_[position]) : std::nullopt;
+                 });
       line.update((i + 1.0) / options_.positions, fmt::format("{} positions", i + 1));
     }
     return {};
@@ -136,7 +140,7 @@ class Eval {
     const auto sequence = (*engine)->new_sequence();
     if (!sequence) return std::unexpected(sequence.error());
     if (Status status = prefill(**engine, **sequence, "full attention: text"); !status) return status;
-    return decode(**engine, **sequence, "full attention",
+    return decode(**engine, **sequence, DraftKind::kNone, "full attention",
                   [&](std::uint32_t, LogProbabilities row) { reference_.push_back(std::move(row)); });
   }
 
@@ -148,9 +152,7 @@ class Eval {
     if (choices.far == "none") choices.far = "host";
     choices.policy = "previous-layer";  // an engine that can change to any
     choices.budget = *std::max_element(options_.budgets.begin(), options_.budgets.end());
-    auto tiers = tier_options(choices);
-    if (!tiers) return std::unexpected(tiers.error());
-    options.tiers = std::move(*tiers);
+    if (Status status = choose_tiers(choices, options); !status) return status;
     options.tiers.measure_coverage = true;
     const auto engine = make_engine(options);
     if (!engine) return std::unexpected(engine.error());
@@ -177,10 +179,11 @@ class Eval {
     const Coverage before = engine.coverage();
     std::vector<double> kl;
     std::size_t same = 0;
-    const Status status = decode(engine, sequence, fmt::format("{}, budget {}", name, budget),
+    const DraftKind guesses = *policy == Policy::kDual ? DraftKind::kSelf : DraftKind::kNone;
+    const Status status = decode(engine, sequence, guesses, fmt::format("{}, budget {}", name, budget),
                                  [&](std::uint32_t i, const LogProbabilities& row) {
                                    kl.push_back(kl_divergence(reference_[i], row));
-                                   same += top(reference_[i]) == top(row);
+                                   same += likeliest(reference_[i]) == likeliest(row);
                                  });
     if (!status || interrupted()) return status;  // an interrupted row is not complete
     Row row{.policy = name, .budget = budget};

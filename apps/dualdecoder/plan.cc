@@ -275,9 +275,7 @@ Status run_plan(const PlanOptions& options) {
   const std::uint64_t base = program + loaded - std::min(loaded, (*model)->weights().repacked_bytes());
   auto engine = engine_options(options.model, **model);
   if (!engine) return std::unexpected(engine.error());
-  auto tiers = tier_options(options.tiers);
-  if (!tiers) return std::unexpected(tiers.error());
-  engine->tiers = std::move(*tiers);
+  if (Status status = choose_tiers(options.tiers, *engine); !status) return status;
   engine->sequences = options.sequences;
   const auto plan = plan_memory((*model)->hyperparameters(), *engine);
   if (!plan) return std::unexpected(plan.error());

@@ -177,6 +177,12 @@ std::string far_figures(const Engine& engine) {
   return fmt::format(", far KV {}", format_bytes(static_cast<double>(engine.tiers().far().bytes_in_use())));
 }
 
+std::string draft_figures(const DraftStats& draft) {
+  if (draft.guesses == 0) return "";
+  const std::string accepted = draft.accepted == 0 ? "" : fmt::format(", {} accepted", draft.accepted);
+  return fmt::format(" | guesses {} of {} right{}", draft.right, draft.guesses, accepted);
+}
+
 nlohmann::ordered_json tiers_report(const Engine& engine) {
   if (!engine.plan().tiered()) return nullptr;
   const StepStats& step = engine.stats();
@@ -191,6 +197,8 @@ nlohmann::ordered_json tiers_report(const Engine& engine) {
           {"blocks_missed", step.blocks_missed},
           {"blocks_late", step.blocks_late},
           {"blocks_predicted", step.blocks_predicted},
+          {"blocks_predicted_used", step.blocks_used},
+          {"corrections", step.corrections},
           {"bytes_streamed", step.bytes_streamed},
           {"stall_s", static_cast<double>(step.stall_ns) * 1e-9},
           {"reads", transfers.reads.copies},
@@ -207,13 +215,14 @@ nlohmann::ordered_json tiers_report(const Engine& engine) {
 void print_closing_line(const Generation& generation, const Outcome& outcome, const Engine& engine) {
   fmt::print(stderr,
              "prompt {} tokens in {:.1f} s, {:.0f} tokens/s | answer {} tokens, {:.1f} tokens/s ({}) | near "
-             "KV {}{} | "
+             "KV {}{}{} | "
              "tokens {}{}\n",
              outcome.prefilled, outcome.prefill_s, rate(outcome.prefilled, outcome.prefill_s),
              generation.tokens().size(), rate(decoded_tokens(generation), outcome.decode_s),
              finish_reason_name(generation.finish_reason()),
              format_bytes(static_cast<double>(near_bytes(engine))), far_figures(engine),
-             token_hash(generation), outcome.seed ? fmt::format(" | seed {}", *outcome.seed) : "");
+             draft_figures(generation.draft_stats()), token_hash(generation),
+             outcome.seed ? fmt::format(" | seed {}", *outcome.seed) : "");
 }
 
 std::string json_report(const Generation& generation, const Outcome& outcome, const Engine& engine) {
@@ -221,6 +230,7 @@ std::string json_report(const Generation& generation, const Outcome& outcome, co
   for (std::size_t i = 0; i < kPasses; ++i) {
     pass_s[kPassNames[i]] = static_cast<double>(engine.pass_ns()[i]) * 1e-9;
   }
+  const DraftStats& draft = generation.draft_stats();
   nlohmann::ordered_json json = {
       {"model", engine.model().path()},
       {"architecture", engine.model().hyperparameters().architecture},
@@ -239,6 +249,11 @@ std::string json_report(const Generation& generation, const Outcome& outcome, co
       {"near_kv_bytes", near_bytes(engine)},
       {"far_kv_bytes", engine.plan().tiered() ? engine.tiers().far().bytes_in_use() : 0},
       {"tiers", tiers_report(engine)},
+      {"draft",
+       {{"guesses", draft.guesses},
+        {"right", draft.right},
+        {"primings", draft.primings},
+        {"accepted", draft.accepted}}},
       {"weights_mapped_bytes", engine.model().weights().mapped_bytes()},
       {"weights_repacked_bytes", engine.model().weights().repacked_bytes()},
       {"activation_bytes", engine.activation_bytes()},
@@ -315,13 +330,10 @@ Status run(const RunOptions& options, FinishReason& finish_reason) {
   const Stopwatch load_watch;
   const auto model = load_model(options.model);
   if (!model) return std::unexpected(model.error());
-  const auto setup = engine_options(options.model, **model);
+  auto setup = engine_options(options.model, **model);
   if (!setup) return std::unexpected(setup.error());
-  const auto tiers = tier_options(options.tiers);
-  if (!tiers) return std::unexpected(tiers.error());
-  EngineOptions engine_setup = *setup;
-  engine_setup.tiers = *tiers;
-  const auto engine = Engine::create(**model, engine_setup);
+  if (Status status = choose_tiers(options.tiers, *setup); !status) return status;
+  const auto engine = Engine::create(**model, *setup);
   if (!engine) return std::unexpected(engine.error());
   print_short_plan(**engine);
   outcome.load_s = load_watch.seconds();

@@ -24,10 +24,11 @@ void list_all(const KvGeometry& geometry, std::uint32_t window, std::uint32_t po
 }
 
 void list_selected(const KvGeometry& geometry, const Candidates& candidates,
-                   std::span<const BlockIndex> selected, std::uint32_t position, BlockList& list) {
+                   std::span<const BlockIndex> selected, std::uint32_t position, std::uint32_t rows,
+                   BlockList& list) {
   list.first_needed = 0;
   list.blocks.clear();
-  const std::uint32_t end = geometry.blocks_for(position + 1);
+  const std::uint32_t end = geometry.blocks_for(position + rows);
   for (BlockIndex block; block < candidates.first && block.value < end; ++block) list.blocks.push_back(block);
   for (const BlockIndex block : selected) {
     if (candidates.holds(block)) list.blocks.push_back(block);

@@ -34,8 +34,10 @@ Candidates candidates_at(const MemoryPlan& plan, std::uint32_t recent_tokens, st
 void list_all(const KvGeometry& geometry, std::uint32_t window, std::uint32_t position, std::uint32_t rows,
               BlockList& list);
 
-/// The window of a row at `position`, and those of `selected` (ascending) that are candidates.
+/// The window of a row at `position` with the `rows` - 1 rows behind it, and those of `selected` (ascending)
+/// that are candidates.
 void list_selected(const KvGeometry& geometry, const Candidates& candidates,
-                   std::span<const BlockIndex> selected, std::uint32_t position, BlockList& list);
+                   std::span<const BlockIndex> selected, std::uint32_t position, std::uint32_t rows,
+                   BlockList& list);
 
 }  // namespace dualdecoder

@@ -129,7 +129,7 @@ TEST(ListOfSelected, IsTheWindowAndTheSelectedCandidatesInOrder) {
     BlockList list;
     list.first_needed = 7;
     list.blocks.assign(3, BlockIndex(99));
-    list_selected(plan.geometry, candidates_at(plan, recent, position), selected, position, list);
+    list_selected(plan.geometry, candidates_at(plan, recent, position), selected, position, 1, list);
     ASSERT_EQ(values(list.blocks), expected);
     ASSERT_EQ(list.first_needed, 0U);
   }

@@ -20,7 +20,8 @@ Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineO
   }
   options.prefill_chunk = std::clamp(options.prefill_chunk, 1U, options.context);
   options.sequences = std::max(options.sequences, 1U);
-  options.outputs_max = std::max(options.outputs_max, options.sequences);
+  const std::uint32_t rows_each = options.draft.kind == DraftKind::kNone ? 1 : 2;
+  options.outputs_max = std::max(options.outputs_max, options.sequences * rows_each);
 
   std::unique_ptr<Engine> engine(new Engine(model, options));
   const auto plan = plan_memory(shape, options);
@@ -118,6 +119,17 @@ Status Engine::check(const Sequence& sequence, std::span<const TokenId> tokens) 
   return check_room(sequence, tokens.size());
 }
 
+Status Engine::check(const StepGroup& group) const {
+  if (!group.guess) return check(*group.sequence, group.tokens);
+  if (group.tokens.size() > 1)
+    return fail(ErrorCode::kInvalidArgument, "a guess stands behind at most one token, not {}",
+                group.tokens.size());
+  if (Status status = check(*group.sequence, std::span(&*group.guess, 1)); !status) return status;
+  if (group.tokens.empty()) return {};
+  if (Status status = check(*group.sequence, group.tokens); !status) return status;
+  return check_room(*group.sequence, 2);
+}
+
 Status Engine::check_room(const Sequence& sequence, std::size_t tokens) const {
   if (tokens <= options_.context - sequence.tokens()) return {};
   return fail(ErrorCode::kContextExceeded,
@@ -153,10 +165,9 @@ Result<const float*> Engine::step(std::span<const StepGroup> groups) {
   std::size_t rows = 0;
   std::size_t outputs = 0;
   for (const StepGroup& group : groups) {
-    if (Status status = check(*group.sequence, group.tokens); !status) return std::unexpected(status.error());
-    rows += group.tokens.size();
-    outputs +=
-        group.logits == LogitsWanted::kAll ? group.tokens.size() : (group.logits == LogitsWanted::kLast);
+    if (Status status = check(group); !status) return std::unexpected(status.error());
+    rows += group.rows();
+    outputs += group.logits_rows();
   }
   const std::size_t rows_max = std::max(options_.prefill_chunk, options_.outputs_max);
   if (rows == 0 || rows > rows_max || outputs > options_.outputs_max) {
@@ -170,6 +181,19 @@ Result<const float*> Engine::step(std::span<const StepGroup> groups) {
     if (!status) group.sequence->residency().set_error(status.error());
   }
   return step_->run(groups);
+}
+
+Status Engine::accept_guess(Sequence& sequence) {
+  if (sequence.error()) return std::unexpected(*sequence.error());
+  DD_CHECK(sequence.guessed() == 1, "the last step had no guess");
+  if (Status status = sequence.reserve_pages(sequence.tokens() + 1); !status) return status;
+  sequence.commit(1);
+  for (LayerIndex layer; sequence.digests() != nullptr && layer.value < sequence.geometry().layers; ++layer) {
+    if (plan().layers[layer.value].kind == LayerKind::kSelecting)
+      sequence.add_digests(layer, sequence.tokens());
+  }
+  sequence.write_full_pages();
+  return {};
 }
 
 }  // namespace dualdecoder

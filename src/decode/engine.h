@@ -35,11 +35,15 @@ class Engine {
   Result<const float*> prefill(Sequence& sequence, std::span<const TokenId> tokens,
                                const Progress& progress = {});
 
-  /// One step over several sequences, each with one or a few tokens: at most max(prefill_chunk, outputs_max)
-  /// rows in all, of which outputs_max want logits. Checks like prefill; on an error nothing has changed.
-  /// Returns [wanted rows, vocabulary]. A sequence whose far tier failed or is full has an error() afterwards
-  /// and meaningless logits; the others are as if it had not been there.
+  /// One step over several sequences, each with one or a few tokens, or one or none and a guess: at most
+  /// max(prefill_chunk, outputs_max) rows in all, of which outputs_max want logits. Checks like prefill; on
+  /// an error nothing has changed. Returns [wanted rows, vocabulary]. A sequence whose far tier failed or is
+  /// full has an error() afterwards and meaningless logits; the others are as if it had not been there.
   Result<const float*> step(std::span<const StepGroup> groups);
+
+  /// Commits the guess of the last step, in which `sequence` had one. On an error (a full far tier) it is not
+  /// committed, and nothing has changed.
+  Status accept_guess(Sequence& sequence);
 
   /// Appends `tokens` tokens of random K and V, to reach a depth fast. For measuring speed: nothing that is
   /// decoded afterwards means anything. Errors like prefill.
@@ -62,6 +66,7 @@ class Engine {
   const NearTier& near() const { return tiers_->near(); }
   const StepStats& stats() const { return step_->stats(); }
   const Coverage& coverage() const { return step_->coverage(); }
+  std::span<const LayerRecall> recall() const { return step_->recall(); }
   /// Everything beside weights, KV, digests and tables: activations and what attention works in.
   std::size_t activation_bytes() const { return forward_->activation_bytes() + step_->carry_bytes(); }
   const std::array<std::uint64_t, kPasses>& pass_ns() const { return step_->pass_ns(); }
@@ -69,6 +74,7 @@ class Engine {
  private:
   Engine(const Model& model, const EngineOptions& options) : model_(model), options_(options) {}
   Status check(const Sequence& sequence, std::span<const TokenId> tokens) const;
+  Status check(const StepGroup& group) const;
   Status check_room(const Sequence& sequence, std::size_t tokens) const;
 
   const Model& model_;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "decode/draft_options.h"
 #include "decode/tier_options.h"
 
 namespace dualdecoder {
@@ -16,6 +17,7 @@ struct EngineOptions {
   std::uint32_t block_tokens = 32;    // 16, 32 or 64
   bool batch_invariant = false;       // see Forward
   TierOptions tiers = {};
+  DraftOptions draft = {};
 };
 
 }  // namespace dualdecoder

@@ -34,14 +34,24 @@ const char* finish_reason_name(FinishReason reason) {
 }
 
 Generation::Generation(std::unique_ptr<Sequence> sequence, std::vector<TokenId> prompt,
-                       GenerationOptions options, Sampler sampler)
+                       GenerationOptions options, Sampler sampler, Draft draft)
     : sequence_(std::move(sequence)),
       prompt_(std::move(prompt)),
       options_(std::move(options)),
       sampler_(std::move(sampler)),
+      draft_(std::move(draft)),
       assembler_(options_.stop) {}
 
 std::string Generation::take_text() { return std::exchange(text_, {}); }
+
+void Generation::remember(TokenId token) {
+  sampler_.accept(token);
+  draft_.remember(token);
+}
+
+bool Generation::wants_more_than_one() const {
+  return !options_.tokens_max || tokens_.size() + 1 < *options_.tokens_max;
+}
 
 void Generation::finish(FinishReason reason) {
   if (!running()) return;
@@ -73,9 +83,11 @@ Result<std::unique_ptr<Generation>> Generator::start(std::vector<TokenId> prompt
   auto sequence = engine_.new_sequence();
   if (!sequence) return std::unexpected(sequence.error());
   Sampler sampler(options.sampling, vocabulary_size, end_tokens_);
-  for (const TokenId token : prompt) sampler.accept(token);
-  return std::unique_ptr<Generation>(
-      new Generation(std::move(*sequence), std::move(prompt), std::move(options), std::move(sampler)));
+  std::unique_ptr<Generation> generation(new Generation(std::move(*sequence), std::move(prompt),
+                                                        std::move(options), std::move(sampler),
+                                                        Draft(engine_, engine_.options().draft)));
+  for (const TokenId token : generation->prompt_) generation->remember(token);
+  return generation;
 }
 
 Status Generator::prefill(Generation& generation, const Engine::Progress& progress) {
@@ -95,7 +107,7 @@ Status Generator::prefill(Generation& generation, const Engine::Progress& progre
     generation.finish(FinishReason::kLength);
     return {};
   }
-  draw(generation, *logits);
+  draw(generation, std::span(*logits, engine_.model().vocabulary().size()));
   return {};
 }
 
@@ -106,16 +118,20 @@ Status Generator::step(std::span<Generation* const> running) {
     DD_CHECK(generation->running() && !generation->tokens_.empty());
     if (generation->sequence_->error()) continue;  // since the last step: a write came back
     members_.push_back(generation);
-    groups_.push_back({.sequence = generation->sequence_.get(),
-                       .tokens = std::span(&generation->tokens_.back(), 1),
-                       .logits = LogitsWanted::kLast});
+    groups_.push_back(generation->draft_.next(*generation->sequence_, generation->tokens_.back(),
+                                              generation->wants_more_than_one()));
   }
   if (!groups_.empty()) {
     const auto logits = engine_.step(groups_);
     if (!logits) return std::unexpected(logits.error());
-    const std::size_t vocabulary = engine_.model().vocabulary().size();
+    const float* row = *logits;
     for (std::size_t i = 0; i < members_.size(); ++i) {
-      if (!members_[i]->sequence_->error()) draw(*members_[i], *logits + i * vocabulary);
+      Generation& generation = *members_[i];
+      const auto draw_one = [&](std::span<const float> from, std::uint32_t position, DrawnAs drawn_as) {
+        return drawn_as == DrawnAs::kToken ? draw(generation, from) : guess(generation, from, position);
+      };
+      if (!generation.sequence_->error()) generation.draft_.take(*generation.sequence_, row, draw_one);
+      row += groups_[i].logits_rows() * engine_.model().vocabulary().size();
     }
   }
   for (Generation* generation : running) {
@@ -126,23 +142,23 @@ Status Generator::step(std::span<Generation* const> running) {
   return {};
 }
 
-void Generator::draw(Generation& generation, const float* logits) {
+// Nothing when the generation ends with it.
+std::optional<TokenId> Generator::draw(Generation& generation, std::span<const float> row) {
   const Vocabulary& vocabulary = engine_.model().vocabulary();
-  const std::span row(logits, vocabulary.size());
   const auto position = static_cast<std::uint32_t>(generation.prompt_.size() + generation.tokens_.size());
   if (generation.options_.on_logits) generation.options_.on_logits(row);
   const auto token = generation.sampler_.sample(row, position, scratch_);
   if (!token) {
     generation.error_ = token.error();
     generation.finish(FinishReason::kError);
-    return;
+    return std::nullopt;
   }
-  generation.sampler_.accept(*token);
+  generation.remember(*token);
   generation.tokens_.push_back(*token);
 
   if (vocabulary.is_end(*token)) {
     generation.finish(FinishReason::kStop);
-    return;
+    return std::nullopt;
   }
   generation.text_ += generation.assembler_.push(vocabulary.piece(*token));
   if (generation.assembler_.stopped()) {
@@ -151,6 +167,14 @@ void Generator::draw(Generation& generation, const float* logits) {
              position + 1 >= engine_.context()) {
     generation.finish(FinishReason::kLength);
   }
+  return generation.running() ? std::optional(*token) : std::nullopt;
+}
+
+// With the noise of its position and the same history: what draw() will say of the same logits.
+std::optional<TokenId> Generator::guess(const Generation& generation, std::span<const float> logits,
+                                        std::uint32_t position) {
+  const auto token = generation.sampler_.sample(logits, position, scratch_);
+  return token ? std::optional(*token) : std::nullopt;
 }
 
 }  // namespace dualdecoder

@@ -2,7 +2,7 @@
 //
 //   auto generation = generator.start(prompt_tokens, options);   // checks everything, computes nothing
 //   generator.prefill(*generation, progress);                    // the prompt, and the first token
-//   while (running) generator.step(running);                     // one token for each
+//   while (running) generator.step(running);                     // a token for each, mostly
 //
 // A token is drawn from the logits of the row before it, with noise that belongs to its position, so its
 // value does not depend on which other generations share the step (as far as the logits do not; see
@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "decode/draft.h"
 #include "decode/engine.h"
 #include "decode/sampler.h"
 #include "decode/text_assembler.h"
@@ -52,6 +53,7 @@ class Generation {
   /// What ended it as kError.
   const Error& error() const { return error_; }
   const Sequence& sequence() const { return *sequence_; }
+  const DraftStats& draft_stats() const { return draft_.stats(); }
   /// Text that has become final since the last call: whole UTF-8, without stop strings.
   std::string take_text();
   /// Ends it from outside; the text held back is released.
@@ -60,13 +62,16 @@ class Generation {
  private:
   friend class Generator;
   Generation(std::unique_ptr<Sequence> sequence, std::vector<TokenId> prompt, GenerationOptions options,
-             Sampler sampler);
+             Sampler sampler, Draft draft);
+  void remember(TokenId token);
+  bool wants_more_than_one() const;
   void finish(FinishReason reason);
 
   std::unique_ptr<Sequence> sequence_;
   std::vector<TokenId> prompt_;
   GenerationOptions options_;
   Sampler sampler_;
+  Draft draft_;
   TextAssembler assembler_;
   std::vector<TokenId> tokens_;
   std::string text_;
@@ -83,12 +88,15 @@ class Generator {
   /// Computes the prompt and draws the first token. When `progress` stops it, the generation ends as kAbort.
   /// An error means that nothing has changed.
   Status prefill(Generation& generation, const Engine::Progress& progress = {});
-  /// One step in which each of `running` gets its next token. All are running and prefilled. An error means
-  /// that nothing has changed; what goes wrong with one of them alone ends that one as kError.
+  /// One step in which each of `running` gets its next token; none where the step only finds a guess of it,
+  /// two where a guess was accepted. All are running and prefilled. An error means that nothing has changed;
+  /// what goes wrong with one of them alone ends that one as kError.
   Status step(std::span<Generation* const> running);
 
  private:
-  void draw(Generation& generation, const float* logits);
+  std::optional<TokenId> draw(Generation& generation, std::span<const float> logits);
+  std::optional<TokenId> guess(const Generation& generation, std::span<const float> logits,
+                               std::uint32_t position);
 
   Engine& engine_;
   std::vector<TokenId> end_tokens_;

@@ -183,6 +183,10 @@ Status validate(const SamplingOptions& options, std::int32_t vocabulary_size,
   return validate_logit_bias(options, vocabulary_size, end_tokens);
 }
 
+std::int32_t likeliest(std::span<const float> logits) {
+  return static_cast<std::int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
+}
+
 std::uint64_t random_seed() {
   std::uint64_t bits = 0;
   try {

@@ -54,6 +54,9 @@ struct SamplingOptions {
 Status validate(const SamplingOptions& options, std::int32_t vocabulary_size,
                 std::span<const std::int32_t> end_tokens = {});
 
+/// The token of the largest logit; of equal ones the first.
+std::int32_t likeliest(std::span<const float> logits);
+
 /// A seed nobody chose; below 2^53, so that it survives a JSON number.
 std::uint64_t random_seed();
 

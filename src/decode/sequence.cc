@@ -72,6 +72,7 @@ void Sequence::release_unused() { drop_blocks_from(geometry().blocks_for(tokens_
 Status Sequence::truncate(std::uint32_t tokens) {
   DD_CHECK(tokens <= tokens_, "{} of {}", tokens, tokens_);
   if (error()) return std::unexpected(*error());
+  guessed_ = 0;
   if (tokens == tokens_) return {};
   if (tiers_.tiered() && !tiers_.transfers().finish(*residency_))
     residency_->set_error(tiers_.overdue("a transfer"));
@@ -112,6 +113,13 @@ Status Sequence::reopen(BlockIndex block) {
   tiers_.far().release(page(block));
   pages_[block.value] = *own;
   return {};
+}
+
+void Sequence::add_digests(LayerIndex layer, std::uint32_t tokens) {
+  while (digests_->blocks(layer) < tokens / geometry().block_tokens) {
+    const BlockIndex block(digests_->blocks(layer));
+    digests_->add(layer, tiers_.near().k(residency_->slot(layer, block)));
+  }
 }
 
 void Sequence::write_full_pages() {

@@ -19,6 +19,7 @@ struct Selection {
   std::uint32_t age = 0;  // steps since it was ranked
   BlockIndex end;         // of the candidates that it was ranked from
   std::vector<BlockIndex> blocks;
+  std::vector<float> q;  // [heads, head_dim] that predicted it; kept only for Correction::Kind::kCosine
 
   /// `blocks` were ranked just now, from candidates up to `candidates_end`.
   void set_ranked(BlockIndex candidates_end) {
@@ -56,7 +57,15 @@ class Sequence {
   /// Near slots for the blocks that tokens [tokens(), tokens) are written into, wanted in the present step.
   /// May wait for writes. An error is the sequence's own and stays (error()).
   Status take_slots(std::uint32_t tokens);
-  void commit(std::uint32_t tokens) { tokens_ += tokens; }
+  /// Of the blocks of a selecting layer that tokens [0, tokens) fill; those that lack one are near.
+  void add_digests(LayerIndex layer, std::uint32_t tokens);
+  void commit(std::uint32_t tokens) {
+    tokens_ += tokens;
+    guessed_ = 0;
+  }
+  /// The last step left the K and V of so many guesses (0 or 1) behind the committed tokens.
+  void set_guessed(std::uint32_t guesses) { guessed_ = guesses; }
+  std::uint32_t guessed() const { return guessed_; }
   /// Gives back pages and slots that were taken for tokens which did not come.
   void release_unused();
   /// Starts writing the pages that are full and not yet written.
@@ -80,6 +89,7 @@ class Sequence {
   std::vector<PageIndex> pages_;       // [block]
   std::vector<Selection> selections_;  // [layer]
   std::uint32_t tokens_ = 0;
+  std::uint32_t guessed_ = 0;
   std::uint32_t blocks_ = 0;   // with slots in every layer, or written
   std::uint32_t written_ = 0;  // blocks whose write has been asked for
 };

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
+#include <numeric>
 
 #include "base/check.h"
 
@@ -27,6 +29,18 @@ class PassTimer {
   std::chrono::steady_clock::time_point start_;
 };
 
+// Smallest over the query heads: one that turned away is enough to want other blocks.
+float cosine(const float* a, const float* b, const AttentionShape& shape) {
+  float smallest = 1.0f;
+  for (std::uint32_t head = 0; head < shape.heads; ++head, a += shape.head_dim, b += shape.head_dim) {
+    const float ab = std::inner_product(a, a + shape.head_dim, b, 0.0f);
+    const float aa = std::inner_product(a, a + shape.head_dim, a, 0.0f);
+    const float bb = std::inner_product(b, b + shape.head_dim, b, 0.0f);
+    smallest = std::min(smallest, aa * bb > 0.0f ? ab / std::sqrt(aa * bb) : 0.0f);
+  }
+  return smallest;
+}
+
 AttentionShape attention_shape(const Hyperparameters& model, const KvGeometry& geometry) {
   return {.heads = model.heads,
           .kv_heads = model.kv_heads,
@@ -37,13 +51,26 @@ AttentionShape attention_shape(const Hyperparameters& model, const KvGeometry& g
 
 }  // namespace
 
+std::uint32_t StepGroup::logits_rows() const {
+  switch (logits) {
+    case LogitsWanted::kNone:
+      return 0;
+    case LogitsWanted::kLast:
+      return (tokens.empty() ? 0 : 1) + (guess ? 1 : 0);
+    case LogitsWanted::kAll:
+      return rows();
+  }
+  return 0;
+}
+
 Step::Step(const Model& model, Forward& forward, Tiers& tiers)
     : model_(model),
       forward_(forward),
       tiers_(tiers),
       shape_(attention_shape(model.hyperparameters(), tiers.geometry())),
       streamer_(tiers),
-      ranker_(shape_, tiers, forward) {
+      ranker_(shape_, tiers, forward),
+      recall_(model.hyperparameters().layers) {
   if (!tiers.tiered()) return;
   carry_max_.resize(std::size_t{forward.rows_max()} * shape_.heads);
   carry_sum_.resize(carry_max_.size());
@@ -93,17 +120,19 @@ void Step::begin(std::span<const StepGroup> groups) {
 void Step::begin_rows(const StepGroup& group, Work& work) {
   work.sequence = group.sequence;
   work.first_row = static_cast<std::uint32_t>(tokens_.size());
-  work.rows = static_cast<std::uint32_t>(group.tokens.size());
+  work.rows = group.rows();
+  work.committed = static_cast<std::uint32_t>(group.tokens.size());
   work.position = group.sequence->tokens();
   work.wants_logits = group.logits != LogitsWanted::kNone;
   work.streamed_ahead = false;
-  DD_CHECK(work.rows > 0);
+  DD_CHECK(work.rows > 0 && (!group.guess || work.decodes()));
+  stats_.guesses += group.guess ? 1 : 0;
   if (tiers_.tiered()) {
-    // Several rows attend to no selection, and may need its slots for the blocks that they fill.
-    if (work.rows > 1) group.sequence->residency().forget_wants();
+    // A prompt attends to no selection, and may need its slots for the blocks that it fills.
+    if (!work.decodes()) group.sequence->residency().forget_wants();
     for (LayerIndex layer; layer.value < model_.hyperparameters().layers; ++layer) {
       keep_window_near(work, work.position, layer, tiers_.step());
-      if (work.rows == 1) keep_selection_near(work, layer, tiers_.step());
+      if (work.decodes()) keep_selection_near(work, layer, tiers_.step());
     }
   }
   // A failure is the sequence's own error; its rows go through the step without effect.
@@ -111,10 +140,10 @@ void Step::begin_rows(const StepGroup& group, Work& work) {
   const std::uint32_t block_tokens = tiers_.geometry().block_tokens;
   for (std::uint32_t r = 0; r < work.rows; ++r) {
     const std::uint32_t position = work.position + r;
-    tokens_.push_back(group.tokens[r]);
+    tokens_.push_back(r < work.committed ? group.tokens[r] : *group.guess);
     positions_.push_back(position);
-    const bool wanted =
-        group.logits == LogitsWanted::kAll || (group.logits == LogitsWanted::kLast && r + 1 == work.rows);
+    const bool wanted = group.logits == LogitsWanted::kAll ||
+                        (group.logits == LogitsWanted::kLast && r + 1 >= work.committed);
     if (wanted) output_rows_.push_back(work.first_row + r);
     if (r == 0 || position % block_tokens == 0) {
       stretches_.push_back(
@@ -181,13 +210,7 @@ void Step::append(LayerIndex layer, const LayerRows& rows) {
 // Of the blocks that these rows have filled.
 void Step::add_digests(LayerIndex layer) {
   for (const Work& work : std::span(work_).first(works_)) {
-    if (work.sequence->error()) continue;
-    Digests& digests = *work.sequence->digests();
-    const std::uint32_t full = (work.position + work.rows) / tiers_.geometry().block_tokens;
-    while (digests.blocks(layer) < full) {
-      const BlockIndex block(digests.blocks(layer));
-      digests.add(layer, tiers_.near().k(work.sequence->residency().slot(layer, block)));
-    }
+    if (!work.sequence->error()) work.sequence->add_digests(layer, work.next_position());
   }
 }
 
@@ -197,27 +220,72 @@ Candidates Step::candidates_at_position(std::uint32_t position) const {
   return candidates_at(tiers_.plan(), tiers_.options().recent_tokens, position);
 }
 
+// Of the last committed row; of the guess where that stands alone.
+const float* Step::own_query(const Work& work, const float* q) const {
+  const std::uint32_t row = work.committed == 0 ? 0 : work.committed - 1;
+  return q + (std::size_t{work.first_row} + row) * model_.hyperparameters().query_width();
+}
+
 const float* Step::last_query(const Work& work, const float* q) const {
   return q + (std::size_t{work.first_row} + work.rows - 1) * model_.hyperparameters().query_width();
 }
 
-// Ranks with this step's own queries, where the policy says so, nothing was ranked before, or chunks that
-// rank nothing have moved blocks out of the window since.
+// Ranks with this step's own queries, where the policy or the correction says so, nothing was ranked before,
+// or chunks that rank nothing have moved blocks out of the window since.
 void Step::select(LayerIndex layer, const LayerRows& rows) {
   rank_requests_.clear();
+  predicted_blocks_.clear();
+  predicted_end_.clear();
   for (Work& work : std::span(work_).first(works_)) {
-    work.selecting = selects(layer) && work.rows == 1;
+    work.selecting = selects(layer) && work.decodes();
     if (!work.selecting || work.sequence->error()) continue;
-    const bool own_query = policy() == Policy::kReactive || policy() == Policy::kOracle ||
-                           (policy() == Policy::kPreviousLayer && layer.value == 0);
+    const float* const q = own_query(work, rows.q);
     const Candidates candidates = candidates_at_position(work.position);
     const Selection& selection = work.sequence->selection(layer);
-    if (!own_query && selection.valid && selection.end == candidates.end) continue;
-    rank_requests_.push_back(
-        {.sequence = work.sequence, .layer = layer, .q = last_query(work, rows.q), .candidates = candidates});
+    if (selection.valid && selection.end == candidates.end && !ranks_with_own(work, layer, q)) continue;
+    unkeep_selection(work, layer);
+    rank_requests_.push_back({.sequence = work.sequence, .layer = layer, .q = q, .candidates = candidates});
+    if (selection.valid)
+      predicted_blocks_.insert(predicted_blocks_.end(), selection.blocks.begin(), selection.blocks.end());
+    predicted_end_.push_back(predicted_blocks_.size());
   }
   rank();
+  note_recall(layer);
   if (policy() == Policy::kPreviousLayer) select_ahead(layer, rows);
+}
+
+bool Step::ranks_with_own(const Work& work, LayerIndex layer, const float* q) {
+  if (policy() == Policy::kReactive || policy() == Policy::kOracle) return true;
+  if (policy() == Policy::kPreviousLayer && layer.value == 0) return true;
+  const Correction& correction = tiers_.options().correction;
+  if (correction.kind == Correction::Kind::kNone || work.committed == 0) return false;
+  const std::vector<float>& predicting = work.sequence->selection(layer).q;
+  const bool corrects = correction.kind == Correction::Kind::kMiss || predicting.empty() ||
+                        cosine(q, predicting.data(), shape_) < correction.cosine;
+  stats_.corrections += corrects ? 1 : 0;
+  return corrects;
+}
+
+// Of the selections that have just been ranked again.
+void Step::note_recall(LayerIndex layer) {
+  std::size_t begin = 0;
+  for (std::size_t i = 0; i < rank_requests_.size(); ++i) {
+    const auto predicted = std::span(predicted_blocks_).subspan(begin, predicted_end_[i] - begin);
+    begin = predicted_end_[i];
+    if (predicted.empty()) continue;
+    const std::vector<BlockIndex>& selected = rank_requests_[i].sequence->selection(layer).blocks;
+    recall_[layer.value].selected += selected.size();
+    recall_[layer.value].predicted +=
+        static_cast<std::uint64_t>(std::count_if(selected.begin(), selected.end(), [&](BlockIndex block) {
+          return std::binary_search(predicted.begin(), predicted.end(), block);
+        }));
+  }
+}
+
+// A selection that is about to be replaced: its blocks may go as soon as their slots are needed.
+void Step::unkeep_selection(const Work& work, LayerIndex layer) const {
+  for (const BlockIndex block : work.sequence->selection(layer).blocks)
+    work.sequence->residency().unwant(layer, block, tiers_.step());
 }
 
 void Step::rank() {
@@ -239,15 +307,15 @@ void Step::select_ahead(LayerIndex layer, const LayerRows& rows) {
   if (next.value == model_.hyperparameters().layers || !selects(next)) return;
   rank_requests_.clear();
   for (const Work& work : std::span(work_).first(works_)) {
-    if (work.rows > 1 || work.sequence->error()) continue;
+    if (!work.decodes() || work.sequence->error()) continue;
     rank_requests_.push_back({.sequence = work.sequence,
                               .layer = next,
-                              .q = last_query(work, rows.q_next),
+                              .q = own_query(work, rows.q_next),
                               .candidates = candidates_at_position(work.position)});
   }
   rank();
   for (Work& work : std::span(work_).first(works_)) {
-    if (work.rows == 1 && !work.sequence->error()) fetch_ahead(work, next, work.position, tiers_.step());
+    if (work.decodes() && !work.sequence->error()) fetch_ahead(work, next, work.position, tiers_.step());
   }
 }
 
@@ -256,7 +324,7 @@ void Step::select_ahead(LayerIndex layer, const LayerRows& rows) {
 void Step::list_blocks(Work& work, LayerIndex layer) const {
   if (work.selecting) {
     list_selected(tiers_.geometry(), candidates_at_position(work.position),
-                  work.sequence->selection(layer).blocks, work.position, work.list);
+                  work.sequence->selection(layer).blocks, work.position, work.rows, work.list);
   } else {
     list_all(tiers_.geometry(), model_.hyperparameters().window[layer.value], work.position, work.rows,
              work.list);
@@ -292,7 +360,10 @@ void Step::bring_near(Work& work, LayerIndex layer) {
     if (!work.list.needed(block)) continue;
     if (!residency.want(layer, block, tiers_.step())) {
       ++missing;
-    } else if (residency.state(layer, block) == SlotState::kLoading) {
+      continue;
+    }
+    if (residency.take_predicted_mark(layer, block)) ++stats_.blocks_used;
+    if (residency.state(layer, block) == SlotState::kLoading) {
       tiers_.transfers().promote(residency, layer, block);
       if (work.selecting) ++stats_.blocks_late;
     }
@@ -395,7 +466,7 @@ void Step::open_streams_ahead(LayerIndex layer) {
     Work& work = work_[i];
     work.streamed_ahead = false;
     if (layer.value >= layers || work.sequence->error()) continue;
-    if (work.rows == 1 && selects(layer)) continue;
+    if (work.decodes() && selects(layer)) continue;
     list_all(tiers_.geometry(), model_.hyperparameters().window[layer.value], work.position, work.rows,
              list_ahead_);
     const Residency& residency = work.sequence->residency();
@@ -435,19 +506,20 @@ void Step::attend_segment(const Streamer::Segment& segment, const LayerRows& row
 
 // ---- predict
 
-// For the next step, with this step's queries. Ranking costs a thread some ten microseconds, so a few layers
+// For the next step, with this step's last queries: of the guess, where there is one, else of the last token.
+// Ranking costs a thread some ten microseconds, so a few layers
 // are ranked together, by all threads: their reads start a little later and still have most of a step.
 void Step::predict(LayerIndex layer, const LayerRows& rows) {
-  if (!selects(layer) || (policy() != Policy::kPrevious && policy() != Policy::kLastSet)) return;
+  if (!selects(layer) || !predicts(policy())) return;
   for (std::size_t i = 0; i < works_; ++i) {
     Work& work = work_[i];
-    const bool asked = work.rows == 1 || work.wants_logits;  // another chunk would not use it
+    const bool asked = work.decodes() || work.wants_logits;  // another chunk would not use it
     if (!asked || work.sequence->error()) continue;
     Selection& selection = work.sequence->selection(layer);
-    const Candidates candidates = candidates_at_position(work.position + work.rows);
+    const Candidates candidates = candidates_at_position(work.next_position());
     if (selection.valid && !ranks_again(selection, layer, candidates)) {
       selection.extend(candidates.end);
-      fetch_ahead(work, layer, work.position + work.rows, tiers_.step() + 1);
+      fetch_ahead(work, layer, work.next_position(), tiers_.step() + 1);
       continue;
     }
     const std::size_t width = model_.hyperparameters().query_width();
@@ -479,10 +551,13 @@ void Step::rank_predictions() {
                               .candidates = prediction.candidates});
   }
   rank();
-  for (const Prediction& prediction : predictions_) {
+  const bool compared = tiers_.options().correction.kind == Correction::Kind::kCosine;
+  for (std::size_t i = 0; i < predictions_.size(); ++i) {
+    const Prediction& prediction = predictions_[i];
     Work& work = work_[prediction.work];
-    if (!work.sequence->error())
-      fetch_ahead(work, prediction.layer, work.position + work.rows, tiers_.step() + 1);
+    const auto q = std::span(predicted_q_).subspan(i * width, width);
+    if (compared) work.sequence->selection(prediction.layer).q.assign(q.begin(), q.end());
+    if (!work.sequence->error()) fetch_ahead(work, prediction.layer, work.next_position(), tiers_.step() + 1);
   }
   predictions_.clear();
   predicted_q_.clear();
@@ -505,6 +580,7 @@ void Step::fetch_ahead(Work& work, LayerIndex layer, std::uint32_t position, std
     const auto slot = residency.try_take(layer, block, SlotState::kLoading, step);
     DD_CHECK(slot, "layer {} block {}", layer.value, block.value);
     tiers_.transfers().read(residency, layer, block, work.sequence->page(block), Lane::kPredicted);
+    residency.mark_predicted(layer, block);
     ++stats_.blocks_predicted;
   }
   tiers_.transfers().poll();
@@ -515,7 +591,8 @@ void Step::fetch_ahead(Work& work, LayerIndex layer, std::uint32_t position, std
 void Step::retire() {
   for (const Work& work : std::span(work_).first(works_)) {
     if (work.sequence->error()) continue;
-    work.sequence->commit(work.rows);
+    work.sequence->commit(work.committed);
+    work.sequence->set_guessed(work.rows - work.committed);
     work.sequence->write_full_pages();
   }
   if (tiers_.tiered()) tiers_.transfers().poll();

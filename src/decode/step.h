@@ -2,7 +2,12 @@
 // passes (docs/design.md, "The step").
 //
 // Rows of a group with several tokens (a prompt) attend to everything; so do all rows of a layer that keeps
-// or streams everything. A single row of a selecting layer attends to its window and the selection.
+// or streams everything. A single token of a selecting layer attends to its window and the selection.
+//
+// Behind that token a group may have a speculated row: a guess of the token that comes next. It passes the
+// same layers and attends to the same blocks; its query says which blocks the next step will need, and its
+// logits guess one token further. Its K and V lie behind the committed ones in the block that is being filled
+// (or the one after), where nothing but its own row sees them, and the next step writes over them.
 //
 // A sequence whose transfers fail gets an error (Sequence::error) and zeros for attention; its rows stay in
 // the step, are not committed, and disturb no other. Owned by the engine thread; append, attend and rank use
@@ -11,6 +16,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -25,11 +31,16 @@ namespace dualdecoder {
 
 enum class LogitsWanted { kNone, kLast, kAll };
 
-/// Rows of one sequence: `tokens` stand at its end, in order.
+/// Rows of one sequence: `tokens` come to stand at its end, in order. Behind at most one of them may be a
+/// `guess`, which is decoded but not committed; its logits come last, unless none are wanted.
 struct StepGroup {
   Sequence* sequence = nullptr;
   std::span<const TokenId> tokens;
   LogitsWanted logits = LogitsWanted::kLast;
+  std::optional<TokenId> guess = std::nullopt;
+
+  std::uint32_t rows() const { return static_cast<std::uint32_t>(tokens.size()) + (guess ? 1 : 0); }
+  std::uint32_t logits_rows() const;
 };
 
 enum class Pass { kBegin, kProject, kAppend, kSelect, kArrive, kAttend, kPredict, kFinish, kRetire };
@@ -38,16 +49,26 @@ inline constexpr std::array<const char*, kPasses> kPassNames = {
     "begin", "project", "append", "select", "arrive", "attend", "predict", "finish", "retire"};
 
 /// Counted over all steps since the start. Blocks are those beside the window, of selecting layers and single
-/// rows.
+/// tokens.
 struct StepStats {
   std::uint64_t steps = 0;
+  std::uint64_t guesses = 0;  // speculated rows
   std::uint64_t blocks_attended = 0;
   std::uint64_t blocks_missed = 0;     // neither near nor on their way when they were needed
   std::uint64_t blocks_late = 0;       // on their way
   std::uint64_t blocks_predicted = 0;  // asked for ahead of the need
-  std::uint64_t bytes_streamed = 0;    // through staging
-  std::uint64_t rank_ns = 0;           // ranking blocks
-  std::uint64_t stall_ns = 0;          // waiting for the far tier
+  std::uint64_t blocks_used = 0;  // of these: attended to since; the others were wasted, or are still to be
+  std::uint64_t bytes_streamed = 0;  // through staging
+  std::uint64_t corrections = 0;     // layers ranked again with the token's own query
+  std::uint64_t rank_ns = 0;         // ranking blocks
+  std::uint64_t stall_ns = 0;        // waiting for the far tier
+};
+
+/// Of one layer, over all steps: how much of what tokens' own queries select had been predicted. Only where a
+/// correction ranks again.
+struct LayerRecall {
+  std::uint64_t selected = 0;   // blocks
+  std::uint64_t predicted = 0;  // of these
 };
 
 class Step {
@@ -62,6 +83,7 @@ class Step {
   const std::array<std::uint64_t, kPasses>& pass_ns() const { return pass_ns_; }
   const StepStats& stats() const { return stats_; }
   const Coverage& coverage() const { return ranker_.coverage(); }
+  std::span<const LayerRecall> recall() const { return recall_; }
   std::size_t carry_bytes() const { return (carry_max_.size() + carry_sum_.size()) * sizeof(float); }
 
  private:
@@ -76,13 +98,17 @@ class Step {
   struct Work {
     Sequence* sequence = nullptr;
     std::uint32_t first_row = 0;
-    std::uint32_t rows = 0;
-    std::uint32_t position = 0;  // of the first row
+    std::uint32_t rows = 0;       // committed ones and the speculated one
+    std::uint32_t committed = 0;  // rows
+    std::uint32_t position = 0;   // of the first row
     bool wants_logits = false;
     bool selecting = false;
     bool streamed = false;
     bool streamed_ahead = false;  // asked for while the layer before was computed
     BlockList list;
+
+    bool decodes() const { return committed <= 1; }  // and may select; a prompt does not
+    std::uint32_t next_position() const { return position + committed; }
   };
 
   // A ranking for the next step that waits for others.
@@ -99,6 +125,9 @@ class Step {
   void append(LayerIndex layer, const LayerRows& rows);
   void add_digests(LayerIndex layer);
   void select(LayerIndex layer, const LayerRows& rows);
+  bool ranks_with_own(const Work& work, LayerIndex layer, const float* q);
+  void unkeep_selection(const Work& work, LayerIndex layer) const;
+  void note_recall(LayerIndex layer);
   void select_ahead(LayerIndex layer, const LayerRows& rows);
   void arrive(LayerIndex layer);
   void list_blocks(Work& work, LayerIndex layer) const;
@@ -123,6 +152,7 @@ class Step {
   bool selects(LayerIndex layer) const {
     return tiers_.layer(layer).kind == LayerKind::kSelecting && policy() != Policy::kFull;
   }
+  const float* own_query(const Work& work, const float* q) const;
   const float* last_query(const Work& work, const float* q) const;
   Candidates candidates_at_position(std::uint32_t position) const;
 
@@ -148,6 +178,9 @@ class Step {
   std::vector<KvBlockView> views_;
   std::vector<AttentionGroup> attention_groups_;
   std::vector<RankRequest> rank_requests_;
+  std::vector<BlockIndex> predicted_blocks_;  // of rank_requests_, one after the other
+  std::vector<std::size_t> predicted_end_;    // [request]
+  std::vector<LayerRecall> recall_;           // [layer]
   std::vector<Prediction> predictions_;
   std::vector<float> predicted_q_;  // [prediction, heads, head_dim]
   std::vector<float> carry_max_;    // [rows, heads] of the group that is being streamed

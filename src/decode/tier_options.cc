@@ -1,6 +1,7 @@
 #include "decode/tier_options.h"
 
 #include <array>
+#include <charconv>
 #include <utility>
 #include <vector>
 
@@ -9,11 +10,12 @@
 namespace dualdecoder {
 namespace {
 
-constexpr std::array<std::pair<Policy, const char*>, 6> kPolicies = {
+constexpr std::array<std::pair<Policy, const char*>, 7> kPolicies = {
     {{Policy::kFull, "full"},
      {Policy::kReactive, "reactive"},
      {Policy::kLastSet, "last-set"},
      {Policy::kPrevious, "previous"},
+     {Policy::kDual, "dual"},
      {Policy::kPreviousLayer, "previous-layer"},
      {Policy::kOracle, "oracle"}}};
 
@@ -33,6 +35,21 @@ Result<Policy> parse_policy(const std::string& name) {
     names.emplace_back(known);
   }
   return fail(ErrorCode::kInvalidArgument, "--policy {}: there are {}", name, fmt::join(names, ", "));
+}
+
+Result<Correction> parse_correction(const std::string& text) {
+  if (text == "none") return Correction{};
+  if (text == "miss") return Correction{.kind = Correction::Kind::kMiss, .cosine = 0.0f};
+  const std::string prefix = "cosine:";
+  if (text.starts_with(prefix)) {
+    Correction correction{.kind = Correction::Kind::kCosine, .cosine = 0.0f};
+    const char* const end = text.data() + text.size();
+    const auto [stop, error] = std::from_chars(text.data() + prefix.size(), end, correction.cosine);
+    if (error == std::errc() && stop == end && correction.cosine >= -1.0f && correction.cosine <= 1.0f)
+      return correction;
+  }
+  return fail(ErrorCode::kInvalidArgument, "--correct {}: write none, miss or cosine:T with T from -1 to 1",
+              text);
 }
 
 Result<FarChoice> parse_far(const std::string& text) {

@@ -19,16 +19,32 @@ enum class Policy {
   kReactive,       // ranked by the row's own query; attention waits for what is not near
   kLastSet,        // the set last ranked, renewed every kLastSetSteps steps
   kPrevious,       // ranked by the previous token's query; the reads overlap the rest of the step
+  kDual,           // ranked by the query of a guess that is decoded beside the previous token; else the same
   kPreviousLayer,  // ranked by the layer's query as the layer before can guess it; the reads overlap that
                    // layer
   kOracle,         // the blocks of greatest true attention; reads everything, shows what digests lose
 };
 inline constexpr std::uint32_t kLastSetSteps = 16;
 
-/// "full", "reactive", "last-set", "previous", "previous-layer", "oracle"
+/// Whether a step reads ahead for the next one.
+inline bool predicts(Policy policy) {
+  return policy == Policy::kLastSet || policy == Policy::kPrevious || policy == Policy::kDual;
+}
+
+/// "full", "reactive", "last-set", "previous", "dual", "previous-layer", "oracle"
 const char* policy_name(Policy policy);
 /// kInvalidArgument lists the names.
 Result<Policy> parse_policy(const std::string& name);
+
+/// Whether a layer is ranked again with the token's own query before it is attended to, when a policy that
+/// predicts has chosen its blocks; what is missing then is read at once, and waited for.
+struct Correction {
+  enum class Kind { kNone, kMiss, kCosine };
+  Kind kind = Kind::kNone;
+  float cosine = 0.0f;  // of kCosine: where the two queries' least cosine over heads is below this
+};
+/// "none", "miss" or "cosine:T"
+Result<Correction> parse_correction(const std::string& text);
 
 enum class FarKind { kNone, kHost, kFile, kCustom };
 
@@ -46,6 +62,7 @@ struct TierOptions {
   std::uint64_t far_bytes_max = 0;   // 0: what the contexts need
   std::uint64_t near_bytes_max = 0;  // of all sequences and staging; 0: what near_tokens needs
   Policy policy = Policy::kPrevious;
+  Correction correction;
   std::uint32_t budget_tokens = 1024;   // selected per layer, beside the window
   std::uint32_t sink_tokens = 32;       // the first tokens, always near
   std::uint32_t recent_tokens = 256;    // the last tokens, always near

@@ -1,6 +1,7 @@
 #include "kv/residency.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/check.h"
 
@@ -79,7 +80,7 @@ std::optional<SlotIndex> Residency::try_take(LayerIndex layer, BlockIndex block,
   }
   const std::uint32_t place = free_[layer.value].back();
   free_[layer.value].pop_back();
-  slots_[place] = {.block = block, .transfer = 0, .wanted = step, .state = state};
+  slots_[place] = {.block = block, .transfer = 0, .wanted = step, .state = state, .predicted = false};
   places_[std::size_t{layer.value} * blocks_max_ + block.value] = place;
   near_.note_taken();
   return slot_at(layer, place);
@@ -98,6 +99,22 @@ bool Residency::want(LayerIndex layer, BlockIndex block, std::uint64_t step) {
   if (place == kNowhere) return false;
   slots_[place].wanted = std::max(slots_[place].wanted, step);
   return true;
+}
+
+void Residency::unwant(LayerIndex layer, BlockIndex block, std::uint64_t step) {
+  const std::uint32_t place = place_of(layer, block);
+  if (place != kNowhere && slots_[place].wanted == step) slots_[place].wanted = step - 1;
+}
+
+void Residency::mark_predicted(LayerIndex layer, BlockIndex block) {
+  const std::uint32_t place = place_of(layer, block);
+  DD_CHECK(place != kNowhere, "layer {} block {} is not near", layer.value, block.value);
+  slots_[place].predicted = true;
+}
+
+bool Residency::take_predicted_mark(LayerIndex layer, BlockIndex block) {
+  const std::uint32_t place = place_of(layer, block);
+  return place != kNowhere && std::exchange(slots_[place].predicted, false);
 }
 
 void Residency::forget_wants() {

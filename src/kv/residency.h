@@ -62,6 +62,8 @@ class Residency {
   std::uint32_t takeable(LayerIndex layer, std::uint64_t step) const;
   /// Keeps a block from losing its slot in `step`; returns whether it is near.
   bool want(LayerIndex layer, BlockIndex block, std::uint64_t step);
+  /// Takes back that it was wanted in `step`, not before.
+  void unwant(LayerIndex layer, BlockIndex block, std::uint64_t step);
   /// As if nothing had been wanted so far.
   void forget_wants();
 
@@ -73,6 +75,10 @@ class Residency {
   void reopen(LayerIndex layer, BlockIndex block);
   /// Does nothing to a block that is not near.
   void drop(LayerIndex layer, BlockIndex block);
+
+  /// A mark for what is read on a guess; gone when taken, and with the slot.
+  void mark_predicted(LayerIndex layer, BlockIndex block);
+  bool take_predicted_mark(LayerIndex layer, BlockIndex block);
 
   /// The transfer that a loading or writing slot waits for, for whoever runs the transfers.
   std::uint32_t transfer(LayerIndex layer, BlockIndex block) const;
@@ -94,6 +100,7 @@ class Residency {
     std::uint32_t transfer = 0;
     std::uint64_t wanted = 0;  // the last step that did
     SlotState state = SlotState::kFree;
+    bool predicted = false;
   };
   static constexpr std::uint32_t kNowhere = UINT32_MAX;
 

@@ -1,0 +1,69 @@
+// Guesses of one sequence's next token, and what a sequence puts into a step: its newest token, not decoded
+// yet, and a guess of the one after it.
+//
+// A guess comes from real tokens. The first is found by a pass that decodes the newest token as a guess of
+// itself and commits nothing ("priming"); the row that follows is the next guess. From then on each right
+// guess has decoded what the next one is drawn from, so the chain stays one token ahead. A wrong guess breaks
+// it: what the speculated row says then follows a token that never was.
+//
+//   const StepGroup group = draft.next(sequence, newest);
+//   ... engine.step(...) ...
+//   draft.take(sequence, logits, draw);    // draws the next token, or two, or a guess alone
+//
+// One owner, that of the sequence; the engine's thread.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "decode/engine.h"
+
+namespace dualdecoder {
+
+struct DraftStats {
+  std::uint64_t guesses = 0;   // compared with the token that was drawn
+  std::uint64_t right = 0;     // of these
+  std::uint64_t primings = 0;  // passes that only found a guess
+  std::uint64_t accepted = 0;  // right guesses whose successor was committed in the same step
+
+  DraftStats& operator+=(const DraftStats& other);
+};
+
+enum class DrawnAs { kToken, kGuess };
+
+class Draft {
+ public:
+  /// Draws a token for `position` from `logits`. As a kToken it becomes the newest one of the sequence, and
+  /// nothing is returned when the sequence ends with it.
+  using Draw = std::function<std::optional<TokenId>(std::span<const float> logits, std::uint32_t position,
+                                                    DrawnAs drawn_as)>;
+
+  Draft(Engine& engine, const DraftOptions& options) : engine_(engine), options_(options) {}
+
+  /// A token of the prompt, or drawn: what n-grams are looked up in.
+  void remember(TokenId token);
+  /// What goes into the next step. `newest` is to stay where it is until the step is over. Without
+  /// `may_guess` the token alone: for the last one that is wanted.
+  StepGroup next(Sequence& sequence, const TokenId& newest, bool may_guess = true);
+  /// After that step: `logits`, those of the group's rows.
+  void take(Sequence& sequence, const float* logits, const Draw& draw);
+
+  const DraftStats& stats() const { return stats_; }
+
+ private:
+  std::optional<TokenId> find_ngram() const;
+
+  Engine& engine_;
+  DraftOptions options_;
+  std::vector<TokenId> history_;  // only for n-grams
+  std::optional<TokenId> guess_;
+  bool primes_ = false;         // the group of next() does
+  std::uint32_t position_ = 0;  // of the token that its first logits are for
+  DraftStats stats_;
+};
+
+}  // namespace dualdecoder

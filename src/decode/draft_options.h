@@ -1,0 +1,27 @@
+// What a user chooses about guesses of the next token.
+#pragma once
+
+#include <string>
+
+#include "base/error.h"
+
+namespace dualdecoder {
+
+/// Where the guess of the next token comes from when there is none from the speculated row before: at the
+/// start and after a wrong guess.
+enum class DraftKind {
+  kNone,   // no guesses
+  kSelf,   // a pass that only finds one
+  kNgram,  // what followed the newest tokens earlier in the text; else such a pass
+  kKeep,   // the speculated row behind the wrong guess; such a pass at the start alone
+};
+/// "none", "self", "ngram" or "keep"
+Result<DraftKind> parse_draft(const std::string& name);
+
+struct DraftOptions {
+  DraftKind kind = DraftKind::kNone;
+  /// A right guess and what is drawn behind it are committed in one step.
+  bool accept = false;
+};
+
+}  // namespace dualdecoder

@@ -1,0 +1,301 @@
+// Guesses decoded beside tokens, on small random models: what is committed is what comes without them (laws 1
+// and 5 of docs/design.md), whatever the guess, where it came from, and where the KV lies.
+#include <algorithm>
+#include <optional>
+#include <random>
+
+#include <gmock/gmock.h>
+
+#include "decode/generation.h"
+#include "tiers_testing.h"
+
+namespace dualdecoder {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr DraftKind kEveryDraft[] = {DraftKind::kSelf, DraftKind::kNgram, DraftKind::kKeep};
+constexpr Correction kEveryCorrection[] = {{},
+                                           {.kind = Correction::Kind::kMiss, .cosine = 0.0f},
+                                           {.kind = Correction::Kind::kCosine, .cosine = 0.9f}};
+
+struct Text {
+  std::vector<TokenId> tokens;
+  DraftStats draft;
+};
+
+class Dual : public TieredEngines, public testing::WithParamInterface<const char*> {
+ protected:
+  void SetUp() override {
+    const std::string architecture = GetParam();
+    model_ = load({.architecture = architecture, .layers = architecture == "gemma3" ? 4U : 3U});
+  }
+
+  /// All near, no guesses.
+  static EngineOptions plain_options(std::uint32_t sequences) {
+    EngineOptions options = small_options(sequences);
+    options.tiers.far = {};
+    return options;
+  }
+  static EngineOptions dual_options(std::uint32_t sequences, std::uint32_t budget_tokens) {
+    EngineOptions options = small_options(sequences);
+    options.tiers.far.kind = FarKind::kHost;
+    options.tiers.policy = Policy::kDual;
+    options.tiers.budget_tokens = budget_tokens;
+    options.draft.kind = DraftKind::kSelf;
+    return options;
+  }
+
+  static GenerationOptions generation_options(float temperature, std::uint32_t index, std::uint32_t tokens) {
+    GenerationOptions options;
+    options.sampling.temperature = temperature;
+    options.sampling.seed = 7 + index;
+    options.sampling.repeat_penalty = 1.1f;
+    options.sampling.ignore_eos = true;
+    options.tokens_max = tokens;
+    return options;
+  }
+
+  /// Prompts of different lengths, each decoded for a different number of tokens.
+  static std::vector<Text> write(Engine& engine, float temperature) {
+    Generator generator(engine);
+    std::vector<std::unique_ptr<Generation>> all;
+    for (std::uint32_t i = 0; i < engine.options().sequences; ++i) {
+      auto generation = generator.start(random_tokens(250 + 61 * i, i + 1),
+                                        generation_options(temperature, i, 40 + 17 * i));
+      DD_CHECK(generation && generator.prefill(**generation));
+      all.push_back(std::move(*generation));
+    }
+    while (true) {
+      std::vector<Generation*> running;
+      for (const auto& generation : all) {
+        if (generation->running()) running.push_back(generation.get());
+      }
+      if (running.empty()) break;
+      const Status status = generator.step(running);
+      DD_CHECK(status, "{}", status.error().message);
+    }
+    std::vector<Text> texts;
+    for (const auto& generation : all) {
+      DD_CHECK(generation->finish_reason() == FinishReason::kLength, "{}", generation->error().message);
+      texts.push_back({generation->tokens(), generation->draft_stats()});
+    }
+    return texts;
+  }
+
+  static void expect_same_texts(const std::vector<Text>& texts, const std::vector<Text>& expected) {
+    ASSERT_EQ(texts.size(), expected.size());
+    for (std::size_t i = 0; i < texts.size(); ++i) EXPECT_EQ(texts[i].tokens, expected[i].tokens) << i;
+  }
+
+  static void expect_all_given_back(const Engine& engine) {
+    EXPECT_EQ(engine.near().bytes_in_use(), 0U);
+    EXPECT_EQ(engine.tiers().far().pages_in_use(), 0U);
+  }
+
+  /// Logits of each committed row, and of what was guessed.
+  struct Guessed {
+    Rows committed;
+    Rows guessed;
+  };
+  /// Decodes `tokens` one by one; behind the i-th stands guesses[i], if any.
+  static Guessed play_guesses(Engine& engine, std::span<const TokenId> prompt,
+                              std::span<const TokenId> tokens,
+                              std::span<const std::optional<TokenId>> guesses) {
+    Guessed rows;
+    const auto sequence = new_sequence(engine);
+    DD_CHECK(engine.prefill(*sequence, prompt));
+    for (std::size_t i = 0; i < tokens.size(); ++i) {
+      const StepGroup group{.sequence = sequence.get(), .tokens = tokens.subspan(i, 1), .guess = guesses[i]};
+      const auto logits = engine.step(std::span(&group, 1));
+      DD_CHECK(logits && !sequence->error());
+      rows.committed.push_back(copy_row(*logits));
+      if (group.guess) rows.guessed.push_back(copy_row(*logits + kTinyVocabulary));
+    }
+    return rows;
+  }
+
+  std::unique_ptr<Model> model_;
+};
+INSTANTIATE_TEST_SUITE_P(Models, Dual, testing::Values("llama", "gemma3"),
+                         [](const auto& family) { return std::string(family.param); });
+
+TEST_P(Dual, GuessesLeaveNoTraceInWhatIsCommitted) {
+  const auto prompt = random_tokens(203, 1);
+  const auto tokens = random_tokens(80, 2);
+  const std::vector<std::optional<TokenId>> none(tokens.size());
+  for (const std::uint32_t block : {16U, 32U, 64U}) {
+    EngineOptions options = dual_options(1, kTierContext);
+    options.block_tokens = block;
+    const Guessed expected = play_guesses(*engine(*model_, options), prompt, tokens, none);
+    for (std::uint64_t seed = 1; seed <= 3; ++seed) {
+      SCOPED_TRACE(fmt::format("blocks of {}, seed {}", block, seed));
+      std::mt19937_64 random(seed);
+      auto guesses = none;
+      for (std::size_t i = 0; i < tokens.size(); ++i) {
+        if (random() % 4 == 0) continue;
+        const bool right = i + 1 < tokens.size() && random() % 2 == 0;
+        guesses[i] = right ? tokens[i + 1] : static_cast<TokenId>(random() % kTinyVocabulary);
+      }
+      const auto dual = engine(*model_, options);
+      const Guessed rows = play_guesses(*dual, prompt, tokens, guesses);
+      for (std::size_t i = 0; i < tokens.size(); ++i)
+        ASSERT_TRUE(same_bits(rows.committed[i], expected.committed[i])) << "token " << i;
+      expect_all_given_back(*dual);
+    }
+  }
+}
+
+// With everything selected the row behind a right guess is the row that the guess becomes.
+TEST_P(Dual, TheRowOfARightGuessHasTheBitsOfTheTokenDecodedNext) {
+  const auto prompt = random_tokens(150, 3);
+  const auto tokens = random_tokens(50, 4);
+  std::vector<std::optional<TokenId>> guesses(tokens.size());
+  for (std::size_t i = 0; i + 1 < tokens.size(); ++i) guesses[i] = tokens[i + 1];
+  const auto dual = engine(*model_, dual_options(1, kTierContext));
+  const Guessed rows = play_guesses(*dual, prompt, tokens, guesses);
+  for (std::size_t i = 0; i + 1 < tokens.size(); ++i)
+    ASSERT_TRUE(same_bits(rows.guessed[i], rows.committed[i + 1])) << "token " << i;
+}
+
+TEST_P(Dual, WritesTheTextOfAllNearForEveryDraftCorrectionAndAccept) {
+  for (const float temperature : {0.0f, 0.8f}) {
+    const auto expected = write(*engine(*model_, plain_options(3)), temperature);
+    for (const DraftKind draft : kEveryDraft) {
+      for (const Correction& correction : kEveryCorrection) {
+        for (const bool accept : {false, true}) {
+          SCOPED_TRACE(fmt::format("temperature {}, draft {}, correction {}, accept {}", temperature,
+                                   static_cast<int>(draft), static_cast<int>(correction.kind), accept));
+          EngineOptions options = dual_options(3, kTierContext);
+          options.draft = {.kind = draft, .accept = accept};
+          options.tiers.correction = correction;
+          const auto dual = engine(*model_, options);
+          expect_same_texts(write(*dual, temperature), expected);
+          expect_all_given_back(*dual);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(Dual, WritesTheTextOfAllNearFromEveryFarTierUnderAnyLatency) {
+  const auto expected = write(*engine(*model_, plain_options(3)), 0.8f);
+  EngineOptions options = dual_options(3, kTierContext);
+  options.tiers.far = {.kind = FarKind::kFile, .directory = directory_.file(""), .make_port = {}};
+  expect_same_texts(write(*engine(*model_, options), 0.8f), expected);
+  for (std::uint64_t seed = 1; seed <= 20; ++seed) {
+    SCOPED_TRACE(fmt::format("seed {}", seed));
+    std::mt19937_64 random(seed);
+    options.draft = {.kind = kEveryDraft[random() % 3], .accept = random() % 2 == 0};
+    options.tiers.correction = kEveryCorrection[random() % 3];
+    options.tiers.near_tokens = 1 + static_cast<std::uint32_t>(random() % 400);
+    options.block_tokens = 16U << random() % 3;
+    const auto dual = simulated(
+        *model_, options, {.seed = seed, .latency_min = milliseconds(0), .latency_max = milliseconds(50)});
+    expect_same_texts(write(*dual, 0.8f), expected);
+  }
+}
+
+// A selection of its own per sequence: what one selects, guesses and accepts is nothing to its neighbours.
+TEST_P(Dual, WritesTheSameTextAloneAndInABatch) {
+  for (const bool accept : {false, true}) {
+    EngineOptions options = dual_options(3, 64);
+    options.draft = {.kind = DraftKind::kNgram, .accept = accept};
+    options.tiers.correction = kEveryCorrection[1];
+    const auto together = write(*engine(*model_, options), 0.8f);
+    for (std::uint32_t i = 0; i < options.sequences; ++i) {
+      const auto alone = engine(*model_, options);
+      Generator generator(*alone);
+      auto generation =
+          generator.start(random_tokens(250 + 61 * i, i + 1), generation_options(0.8f, i, 40 + 17 * i));
+      ASSERT_TRUE(generation && generator.prefill(**generation));
+      Generation* one = generation->get();
+      while (one->running()) ASSERT_TRUE(generator.step(std::span(&one, 1)));
+      EXPECT_EQ(one->tokens(), together[i].tokens) << "sequence " << i << ", accept " << accept;
+    }
+  }
+}
+
+TEST_P(Dual, EveryGuessOfAPrimedChainIsRightWhereEverythingIsSelected) {
+  for (const float temperature : {0.0f, 0.8f}) {
+    for (const Text& text : write(*engine(*model_, dual_options(2, kTierContext)), temperature)) {
+      EXPECT_EQ(text.draft.primings, 1U);
+      EXPECT_EQ(text.draft.right, text.draft.guesses);
+      EXPECT_EQ(text.draft.guesses, text.tokens.size() - 2);  // not the first token, nor behind the last
+    }
+  }
+}
+
+TEST_P(Dual, ReadsAheadWhatAPerfectGuessWillNeed) {
+  EngineOptions options = dual_options(1, 64);
+  options.tiers.near_tokens = 128;
+  const auto dual = engine(*model_, options);
+  write(*dual, 0.0f);
+  EXPECT_GT(dual->stats().blocks_predicted, 0U);
+  EXPECT_EQ(dual->stats().blocks_missed, 0U);
+}
+
+TEST_P(Dual, GuessesUpToTheLastTokenOfTheContext) {
+  EngineOptions options = dual_options(1, kTierContext);
+  const auto prompt = random_tokens(kTierContext - 40, 9);
+  GenerationOptions generation_setup = generation_options(0.0f, 0, 1000);
+  std::vector<std::vector<TokenId>> texts;
+  for (const DraftOptions draft : {DraftOptions{.kind = DraftKind::kNone, .accept = false},
+                                   DraftOptions{.kind = DraftKind::kSelf, .accept = false},
+                                   DraftOptions{.kind = DraftKind::kNgram, .accept = true}}) {
+    options.draft = draft;
+    const auto dual = engine(*model_, options);
+    Generator generator(*dual);
+    auto generation = generator.start(prompt, generation_setup);
+    ASSERT_TRUE(generation && generator.prefill(**generation));
+    Generation* one = generation->get();
+    while (one->running()) ASSERT_TRUE(generator.step(std::span(&one, 1)));
+    EXPECT_EQ(one->finish_reason(), FinishReason::kLength);
+    texts.push_back(one->tokens());
+  }
+  EXPECT_EQ(texts[0].size(), 40U);
+  EXPECT_EQ(texts[1], texts[0]);
+  EXPECT_EQ(texts[2], texts[0]);
+}
+
+TEST_P(Dual, RefusesAGuessBehindSeveralTokensOrBeyondTheContextAndCommitsNothing) {
+  const auto dual = engine(*model_, dual_options(1, 64));
+  const auto sequence = new_sequence(*dual);
+  const auto tokens = random_tokens(kTierContext - 1, 5);
+  ASSERT_TRUE(dual->prefill(*sequence, tokens));
+  const auto refused = [&](std::span<const TokenId> committed, TokenId guess) {
+    const StepGroup group{.sequence = sequence.get(), .tokens = committed, .guess = guess};
+    const auto logits = dual->step(std::span(&group, 1));
+    return logits ? std::string() : logits.error().message;
+  };
+  const std::span all(tokens);
+  EXPECT_THAT(refused(all.first(2), 5), testing::HasSubstr("at most one token, not 2"));
+  EXPECT_THAT(refused(all.first(1), 5), testing::HasSubstr("do not fit the context"));
+  EXPECT_THAT(refused({}, static_cast<TokenId>(kTinyVocabulary)), testing::HasSubstr("vocabulary"));
+  const TokenId bad = -1;
+  EXPECT_THAT(refused(std::span(&bad, 1), 5), testing::HasSubstr("vocabulary"));
+  EXPECT_EQ(sequence->tokens(), kTierContext - 1);
+}
+
+TEST_P(Dual, AGuessThatFindsNoPageIsNotAcceptedAndTheSequenceGoesOn) {
+  EngineOptions options = dual_options(1, kTierContext);
+  const std::uint32_t room = 8 * options.block_tokens;
+  options.tiers.far_bytes_max = 8 * model_->hyperparameters().geometry(options.block_tokens).page_bytes();
+  const auto dual = engine(*model_, options);
+  const auto sequence = new_sequence(*dual);
+  const auto tokens = random_tokens(room, 6);
+  ASSERT_TRUE(dual->prefill(*sequence, std::span(tokens).first(room - 1)));
+  const StepGroup group{.sequence = sequence.get(), .tokens = std::span(tokens).last(1), .guess = 7};
+  ASSERT_TRUE(dual->step(std::span(&group, 1)));
+  ASSERT_FALSE(sequence->error());
+  EXPECT_EQ(sequence->tokens(), room);
+  EXPECT_FALSE(dual->accept_guess(*sequence));
+  EXPECT_EQ(sequence->tokens(), room);
+  EXPECT_FALSE(sequence->error());
+  ASSERT_TRUE(sequence->truncate(room - 5));
+  ASSERT_TRUE(dual->step(std::span(&group, 1)));
+  EXPECT_FALSE(sequence->error());
+}
+
+}  // namespace
+}  // namespace dualdecoder
