@@ -134,18 +134,26 @@ class Bench {
     engine.context = most(options_.depth) +
                      std::max({most(options_.prefill), most(options_.decode), 2 * kWarmUpTokens}) + 1;
     for (const std::string& far : options_.far) {
+      std::shared_ptr<OurEngine> shared;
       for (const std::string& policy : options_.policies) {
         if (far == "none" && policy != options_.policies.front()) continue;  // all near: no policy
         TierChoices choices = options_.tiers;
         choices.far = far;
         choices.policy = policy;
         if (Status status = choose_tiers(choices, engine); !status) return status;
-        if (engine.tiers.far.kind == FarKind::kFile && options_.policies.size() > 1) {
-          if (Status status = own_directory(engine.tiers.far.directory, policy); !status) return status;
+        engine.outputs_max = 2 * sequences;  // as many for all, whether they guess or not
+        std::shared_ptr<OurEngine> ours = shares_engine(engine.tiers.policy) ? shared : nullptr;
+        if (ours == nullptr) {
+          EngineOptions own = engine;
+          if (own.tiers.far.kind == FarKind::kFile && options_.policies.size() > 1) {
+            if (Status status = own_directory(own.tiers.far.directory, policy); !status) return status;
+          }
+          auto made = OurEngine::create(model_, own);
+          if (!made) return std::unexpected(made.error());
+          ours = *made;
+          if (shares_engine(engine.tiers.policy)) shared = ours;
         }
-        auto ours = make_our_contender(model_, engine, far);
-        if (!ours) return std::unexpected(ours.error());
-        contenders_.push_back(std::move(*ours));
+        contenders_.push_back(make_our_contender(ours, engine, far));
       }
     }
     if (options_.peer == "none") return {};
@@ -153,6 +161,11 @@ class Bench {
     if (!llama) return std::unexpected(llama.error());
     contenders_.push_back(std::move(*llama));
     return {};
+  }
+
+  /// `full` needs no digests, and `previous-layer` computes queries that the others do not need.
+  static bool shares_engine(Policy policy) {
+    return policy != Policy::kFull && policy != Policy::kPreviousLayer;
   }
 
   /// One engine at a time uses a directory: with several policies each gets one of its own below it.

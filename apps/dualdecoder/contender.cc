@@ -13,21 +13,17 @@ namespace {
 
 class Ours final : public Contender {
  public:
-  Ours(std::unique_ptr<Engine> engine, std::string far) : engine_(std::move(engine)), far_(std::move(far)) {}
+  Ours(std::shared_ptr<OurEngine> ours, const EngineOptions& options, std::string far)
+      : ours_(std::move(ours)),
+        engine_(ours_->engine.get()),
+        sequences_(ours_->sequences),
+        policy_(options.tiers.policy),
+        draft_(options.draft),
+        far_(std::move(far)) {}
 
-  Status add_sequences() {
-    for (std::uint32_t i = 0; i < engine_->options().sequences; ++i) {
-      auto sequence = engine_->new_sequence();
-      if (!sequence) return std::unexpected(sequence.error());
-      sequences_.push_back(std::move(*sequence));
-    }
-    return {};
-  }
   std::string engine() const override { return "dualdecoder"; }
   std::string far() const override { return far_; }
-  std::string policy() const override {
-    return engine_->plan().tiered() ? policy_name(engine_->options().tiers.policy) : "dense";
-  }
+  std::string policy() const override { return engine_->plan().tiered() ? policy_name(policy_) : "dense"; }
   std::uint32_t depth(std::uint32_t sequence) const override { return sequences_[sequence]->tokens(); }
   Status append(std::uint32_t sequence, std::span<const TokenId> tokens) override {
     const auto logits = engine_->prefill(*sequences_[sequence], tokens);
@@ -39,10 +35,11 @@ class Ours final : public Contender {
     return true;
   }
   Status decode(std::span<const TokenId> first, std::uint32_t tokens) override {
+    if (Status status = follow_policy(); !status) return status;
     std::vector<Decoding> all;
     for (std::size_t i = 0; i < first.size(); ++i) {
       all.push_back({.sequence = sequences_[i].get(),
-                     .draft = Draft(*engine_, engine_->options().draft),
+                     .draft = Draft(*engine_, draft_),
                      .newest = first[i],
                      .left = tokens});
     }
@@ -80,6 +77,11 @@ class Ours final : public Contender {
     std::uint32_t left = 0;  // tokens
   };
 
+  Status follow_policy() {
+    if (!engine_->plan().tiered()) return {};
+    return engine_->set_selection(policy_, engine_->options().tiers.budget_tokens);
+  }
+
   Status step(std::span<Decoding> all) {
     groups_.clear();
     members_.clear();
@@ -105,9 +107,12 @@ class Ours final : public Contender {
     return {};
   }
 
-  std::unique_ptr<Engine> engine_;
+  std::shared_ptr<OurEngine> ours_;
+  Engine* engine_;
+  std::span<const std::unique_ptr<Sequence>> sequences_;
+  Policy policy_;
+  DraftOptions draft_;
   std::string far_;
-  std::vector<std::unique_ptr<Sequence>> sequences_;  // go before engine_'s memory
   std::vector<StepGroup> groups_;
   std::vector<Decoding*> members_;  // of groups_
   DraftStats drafts_;
@@ -170,14 +175,23 @@ TierTotals TierTotals::operator-(const TierTotals& before) const {
           .guesses_right = guesses_right - before.guesses_right};
 }
 
-Result<std::unique_ptr<Contender>> make_our_contender(const Model& model, const EngineOptions& options,
-                                                      const std::string& far) {
+Result<std::shared_ptr<OurEngine>> OurEngine::create(const Model& model, const EngineOptions& options) {
   auto engine = Engine::create(model, options);
   if (!engine) return std::unexpected(engine.error());
   print_short_plan(**engine);
-  auto ours = std::make_unique<Ours>(std::move(*engine), far);
-  if (Status status = ours->add_sequences(); !status) return std::unexpected(status.error());
+  auto ours = std::make_shared<OurEngine>();
+  ours->engine = std::move(*engine);
+  for (std::uint32_t i = 0; i < options.sequences; ++i) {
+    auto sequence = ours->engine->new_sequence();
+    if (!sequence) return std::unexpected(sequence.error());
+    ours->sequences.push_back(std::move(*sequence));
+  }
   return ours;
+}
+
+std::unique_ptr<Contender> make_our_contender(std::shared_ptr<OurEngine> ours, const EngineOptions& options,
+                                              const std::string& far) {
+  return std::make_unique<Ours>(std::move(ours), options, far);
 }
 
 Result<std::unique_ptr<Contender>> make_libllama_contender(const Model& model, const EngineOptions& options) {

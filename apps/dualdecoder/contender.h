@@ -6,6 +6,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "base/error.h"
 #include "decode/engine.h"
@@ -46,9 +47,18 @@ class Contender {
   virtual TierTotals totals() const { return {}; }
 };
 
-/// `far`: as the user wrote it, for the table.
-Result<std::unique_ptr<Contender>> make_our_contender(const Model& model, const EngineOptions& options,
-                                                      const std::string& far);
+/// One of our engines and its sequences. Contenders that differ in their policy alone can share it, and with
+/// it the KV: then it is filled once.
+struct OurEngine {
+  std::unique_ptr<Engine> engine;
+  std::vector<std::unique_ptr<Sequence>> sequences;  // go before the engine
+
+  static Result<std::shared_ptr<OurEngine>> create(const Model& model, const EngineOptions& options);
+};
+
+/// `far`: as the user wrote it, for the table. The engine can follow the policy in `options`.
+std::unique_ptr<Contender> make_our_contender(std::shared_ptr<OurEngine> ours, const EngineOptions& options,
+                                              const std::string& far);
 Result<std::unique_ptr<Contender>> make_libllama_contender(const Model& model, const EngineOptions& options);
 
 }  // namespace dualdecoder

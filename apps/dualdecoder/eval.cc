@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <numeric>
 
 #include <nlohmann/json.hpp>
 
@@ -42,7 +43,13 @@ struct Row {
   double kl_p99 = 0.0;
   double same_top = 0.0;  // share of positions
   std::optional<Coverage> coverage = {};
+  std::vector<double> recall = {};  // [layer] share of the own query's blocks that were predicted; or empty
+  DraftStats draft = {};
 };
+
+double mean(std::span<const double> values) {
+  return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
+}
 
 using LogProbabilities = std::vector<float>;  // [vocabulary]
 
@@ -112,8 +119,8 @@ class Eval {
 
   /// Calls body(position, log probabilities) for each decoded position.
   template <typename Body>
-  Status decode(Engine& engine, Sequence& sequence, DraftKind guesses, const std::string& what,
-                const Body& body) const {
+  Result<DraftStats> decode(Engine& engine, Sequence& sequence, DraftKind guesses, const std::string& what,
+                            const Body& body) const {
     ProgressLine line(what);
     Draft draft(engine, {.kind = guesses, .accept = false});
     for (std::uint32_t i = 0; i < options_.positions && !interrupted();) {
@@ -127,9 +134,9 @@ class Eval {
                    body(i++, log_softmax(row));
                    return position < tokens_.size() ? std::optional(tokens_[position]) : std::nullopt;
                  });
-      line.update((i + 1.0) / options_.positions, fmt::format("{} positions", i + 1));
+      line.update(static_cast<double>(i) / options_.positions, fmt::format("{} positions", i));
     }
-    return {};
+    return draft.stats();
   }
 
   Status compute_reference() {
@@ -140,8 +147,10 @@ class Eval {
     const auto sequence = (*engine)->new_sequence();
     if (!sequence) return std::unexpected(sequence.error());
     if (Status status = prefill(**engine, **sequence, "full attention: text"); !status) return status;
-    return decode(**engine, **sequence, DraftKind::kNone, "full attention",
-                  [&](std::uint32_t, LogProbabilities row) { reference_.push_back(std::move(row)); });
+    const auto decoded =
+        decode(**engine, **sequence, DraftKind::kNone, "full attention",
+               [&](std::uint32_t, LogProbabilities row) { reference_.push_back(std::move(row)); });
+    return decoded ? Status{} : std::unexpected(decoded.error());
   }
 
   Status run_engine(std::uint32_t block, const std::string& digest) {
@@ -180,13 +189,20 @@ class Eval {
     std::vector<double> kl;
     std::size_t same = 0;
     const DraftKind guesses = *policy == Policy::kDual ? DraftKind::kSelf : DraftKind::kNone;
-    const Status status = decode(engine, sequence, guesses, fmt::format("{}, budget {}", name, budget),
-                                 [&](std::uint32_t i, const LogProbabilities& row) {
-                                   kl.push_back(kl_divergence(reference_[i], row));
-                                   same += likeliest(reference_[i]) == likeliest(row);
-                                 });
-    if (!status || interrupted()) return status;  // an interrupted row is not complete
-    Row row{.policy = name, .budget = budget};
+    const std::vector<LayerRecall> recall(engine.recall().begin(), engine.recall().end());
+    const auto decoded = decode(engine, sequence, guesses, fmt::format("{}, budget {}", name, budget),
+                                [&](std::uint32_t i, const LogProbabilities& row) {
+                                  kl.push_back(kl_divergence(reference_[i], row));
+                                  same += likeliest(reference_[i]) == likeliest(row);
+                                });
+    if (!decoded) return std::unexpected(decoded.error());
+    if (interrupted()) return {};  // the row is not complete
+    Row row{.policy = name, .budget = budget, .draft = *decoded};
+    for (std::size_t i = 0; i < recall.size(); ++i) {
+      const auto selected = static_cast<double>(engine.recall()[i].selected - recall[i].selected);
+      const auto predicted = static_cast<double>(engine.recall()[i].predicted - recall[i].predicted);
+      if (selected > 0.0) row.recall.push_back(predicted / selected);
+    }
     for (const double value : kl) row.kl_mean += value / static_cast<double>(kl.size());
     row.same_top = static_cast<double>(same) / static_cast<double>(kl.size());
     std::sort(kl.begin(), kl.end());
@@ -217,16 +233,21 @@ std::string coverage_text(const Row& row) {
                      row.coverage->previous);
 }
 
+std::string recall_text(const Row& row) {
+  return row.recall.empty() ? "" : fmt::format("{:.3f}", mean(row.recall));
+}
+
 void print_markdown(const std::vector<Row>& rows, const EvalOptions& options) {
   fmt::print("{}, {}: {} positions after {} tokens, commit {}\n\n", options.model.model, options.file,
              options.positions, options.context, DUALDECODER_COMMIT);
   fmt::print(
-      "| block | digest | policy | budget | mean KL | KL p99 | same top token | attention covered: oracle / "
-      "digest / "
-      "previous query |\n|---|---|---|---|---|---|---|---|\n");
+      "| block | digest | policy | budget | mean KL | KL p99 | same top token | predicted | attention "
+      "covered: "
+      "oracle / digest / previous query |\n|---|---|---|---|---|---|---|---|---|\n");
   for (const Row& row : rows) {
-    fmt::print("| {} | {} | {} | {} | {:.4f} | {:.3f} | {:.1f} % | {} |\n", row.block_tokens, row.digest,
-               row.policy, row.budget, row.kl_mean, row.kl_p99, row.same_top * 100.0, coverage_text(row));
+    fmt::print("| {} | {} | {} | {} | {:.4f} | {:.3f} | {:.1f} % | {} | {} |\n", row.block_tokens, row.digest,
+               row.policy, row.budget, row.kl_mean, row.kl_p99, row.same_top * 100.0, recall_text(row),
+               coverage_text(row));
   }
 }
 
@@ -249,6 +270,14 @@ void print_json(const std::vector<Row>& rows, const EvalOptions& options) {
       json["coverage_oracle"] = row.coverage->oracle;
       json["coverage_digest"] = row.coverage->digest;
       json["coverage_previous"] = row.coverage->previous;
+    }
+    if (!row.recall.empty()) {
+      json["recall"] = mean(row.recall);
+      json["layer_recall"] = row.recall;
+    }
+    if (row.draft.guesses > 0) {
+      json["guesses"] = row.draft.guesses;
+      json["guesses_right"] = row.draft.right;
     }
     list.push_back(std::move(json));
   }

@@ -346,5 +346,30 @@ TEST_F(ResidencyWalk, AgreesWithAMapAfterEachOfManyRandomOperations) {
   EXPECT_EQ(near_->bytes_in_use(), 0U);
 }
 
+TEST_F(ResidencyTest, UnwantTakesBackTheWantOfThatStepAlone) {
+  add_clean(1, 7);
+  add_clean(2, 6);
+  EXPECT_EQ(residency_->takeable(kLayer, 7), 2U + 1U);  // two free, and block 2
+  residency_->unwant(kLayer, BlockIndex(1), 8);         // wanted in 7
+  EXPECT_EQ(residency_->takeable(kLayer, 7), 2U + 1U);
+  residency_->unwant(kLayer, BlockIndex(1), 7);
+  EXPECT_EQ(residency_->takeable(kLayer, 7), 2U + 2U);
+  residency_->unwant(kLayer, BlockIndex(9), 7);  // not near: nothing
+}
+
+TEST_F(ResidencyTest, APredictedMarkIsTakenOnceAndGoesWithTheSlot) {
+  ASSERT_TRUE(take(1, SlotState::kLoading, 1));
+  EXPECT_FALSE(residency_->take_predicted_mark(kLayer, BlockIndex(1)));
+  residency_->mark_predicted(kLayer, BlockIndex(1));
+  EXPECT_TRUE(residency_->take_predicted_mark(kLayer, BlockIndex(1)));
+  EXPECT_FALSE(residency_->take_predicted_mark(kLayer, BlockIndex(1)));
+  residency_->mark_predicted(kLayer, BlockIndex(1));
+  residency_->end_read(kLayer, BlockIndex(1));
+  residency_->drop(kLayer, BlockIndex(1));
+  ASSERT_TRUE(take(1, SlotState::kLoading, 2));
+  EXPECT_FALSE(residency_->take_predicted_mark(kLayer, BlockIndex(1)));
+  residency_->end_read(kLayer, BlockIndex(1));
+}
+
 }  // namespace
 }  // namespace dualdecoder
