@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdlib>
 #include <optional>
+#include <set>
 
 #include <gmock/gmock.h>
 
@@ -188,9 +189,14 @@ class Soak : public TieredEngines {
 
   std::uint64_t steps() const { return engine_->stats().steps; }
 
-  /// Sequences come, go, forget and take in more.
+  /// Sequences come, go, fork, forget and take in more.
   void disturb() {
-    if (live_.size() < round_.engine.sequences && (live_.empty() || chance(8))) begin();
+    const bool room = live_.size() < round_.engine.sequences;
+    if (room && !live_.empty() && chance(12)) {
+      fork(below(static_cast<std::uint32_t>(live_.size())));
+    } else if (room && (live_.empty() || chance(8))) {
+      begin();
+    }
     if (!live_.empty() && chance(40)) end(below(static_cast<std::uint32_t>(live_.size())), chance(2));
     if (!live_.empty() && chance(15)) truncate(below(static_cast<std::uint32_t>(live_.size())));
     if (!live_.empty() && chance(25)) prefill(below(static_cast<std::uint32_t>(live_.size())), 1 + below(80));
@@ -229,6 +235,22 @@ class Soak : public TieredEngines {
     }
     ASSERT_EQ(live.sequence->tokens(), deed.kept);
     live.deeds.push_back(std::move(deed));
+  }
+
+  /// The child's deeds are the parent's, and that it was cut.
+  void fork(std::size_t index) {
+    const Live& parent = live_[index];
+    Deed deed{.kind = Deed::Kind::kTruncate, .kept = below(parent.sequence->tokens() + 1)};
+    if (chance(3)) deed.kept = parent.sequence->tokens();
+    auto child = engine_->fork(*parent.sequence, deed.kept);
+    if (!child) {
+      ASSERT_TRUE(round_.faulty) << child.error().message;
+      if (parent.sequence->error()) fail_at(index, *parent.sequence->error());
+      return;
+    }
+    Live live{.sequence = std::move(*child), .deeds = parent.deeds};
+    live.deeds.push_back(std::move(deed));
+    live_.push_back(std::move(live));
   }
 
   void fail_at(std::size_t index, const Error& error) {
@@ -290,12 +312,15 @@ class Soak : public TieredEngines {
 
   void expect_plan_kept() {
     // An error that came after a sequence's last step has taken nothing back yet.
-    std::uint32_t pages = 0;
-    for (const Live& live : live_) pages += live.sequence->geometry().blocks_for(live.sequence->tokens());
+    std::set<PageIndex> pages;
+    for (const Live& live : live_) {
+      const std::uint32_t blocks = live.sequence->geometry().blocks_for(live.sequence->tokens());
+      for (BlockIndex block; block.value < blocks; ++block) pages.insert(live.sequence->page(block));
+    }
     if (round_.lossy) {
-      ASSERT_GE(engine_->tiers().far().pages_in_use(), pages);
+      ASSERT_GE(engine_->tiers().far().pages_in_use(), pages.size());
     } else {
-      ASSERT_EQ(engine_->tiers().far().pages_in_use(), pages);
+      ASSERT_EQ(engine_->tiers().far().pages_in_use(), pages.size());
     }
     ASSERT_LE(engine_->near().bytes_in_use(), engine_->plan().near_bytes());
     ASSERT_LE(engine_->tiers().far().bytes_in_use(), engine_->plan().far_bytes);

@@ -44,6 +44,12 @@ Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineO
   return engine;
 }
 
+Result<std::unique_ptr<Sequence>> Engine::fork(Sequence& sequence, std::uint32_t tokens) {
+  if (tokens <= sequence.tokens()) return sequence.fork(tokens);
+  return fail(ErrorCode::kInvalidArgument, "a sequence of {} tokens cannot be forked at {}",
+              sequence.tokens(), tokens);
+}
+
 Status Engine::fill_synthetic(Sequence& sequence, std::uint32_t tokens, std::uint64_t seed) {
   if (sequence.error()) return std::unexpected(*sequence.error());
   if (Status status = check_room(sequence, tokens); !status) return status;

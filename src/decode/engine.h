@@ -25,6 +25,10 @@ class Engine {
   /// kOutOfMemory when `options().sequences` of them live. They must not outlive the engine.
   Result<std::unique_ptr<Sequence>> new_sequence() { return Sequence::create(*tiers_); }
 
+  /// A new sequence that begins as the first `tokens` tokens of `sequence`, computed once and kept once
+  /// (Sequence::fork). kInvalidArgument when there are not as many.
+  Result<std::unique_ptr<Sequence>> fork(Sequence& sequence, std::uint32_t tokens);
+
   /// Called after each chunk with the tokens done of this call; false stops.
   using Progress = std::function<bool(std::uint32_t done)>;
 

@@ -1,5 +1,9 @@
 #include "decode/sequence.h"
 
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
 namespace dualdecoder {
 
 Result<std::unique_ptr<Sequence>> Sequence::create(Tiers& tiers) {
@@ -69,49 +73,121 @@ void Sequence::drop_blocks_from(std::uint32_t first) {
 
 void Sequence::release_unused() { drop_blocks_from(geometry().blocks_for(tokens_)); }
 
+Status Sequence::finish_transfers(const char* what) {
+  if (tiers_.tiered() && !tiers_.transfers().finish(*residency_)) residency_->set_error(tiers_.overdue(what));
+  return error() ? Status(std::unexpected(*error())) : Status{};
+}
+
 Status Sequence::truncate(std::uint32_t tokens) {
   DD_CHECK(tokens <= tokens_, "{} of {}", tokens, tokens_);
   if (error()) return std::unexpected(*error());
   guessed_ = 0;
   if (tokens == tokens_) return {};
-  if (tiers_.tiered() && !tiers_.transfers().finish(*residency_))
-    residency_->set_error(tiers_.overdue("a transfer"));
-  if (error()) return std::unexpected(*error());
+  if (Status status = finish_transfers("a transfer"); !status) return status;
   const std::uint32_t full = tokens / geometry().block_tokens;
-  drop_blocks_from(geometry().blocks_for(tokens));
-  tokens_ = tokens;
-  if (full < written_) {
-    if (tokens % geometry().block_tokens != 0) {
-      if (Status status = reopen(BlockIndex(full)); !status) return status;
-    }
-    written_ = full;
+  const std::uint32_t kept = geometry().blocks_for(tokens);
+  const bool reopens = full < written_ && full < kept;
+  std::optional<PageIndex> own;
+  if (reopens && shares_page(BlockIndex(full))) {
+    const auto page = take_page_for_shared(kept);
+    if (!page) return std::unexpected(page.error());
+    own = *page;
   }
+  drop_blocks_from(kept);
+  tokens_ = tokens;
+  written_ = std::min(written_, full);
+  const Status status = reopens ? reopen(BlockIndex(full)) : Status{};
+  if (own) {
+    // The block will be written again, and those who share its old page keep that.
+    if (status) std::swap(pages_[full], *own);
+    tiers_.far().release(*own);
+  }
+  if (!status) return status;
   if (digests_) digests_->truncate(full);
   for (Selection& selection : selections_) selection.valid = false;
   return {};
 }
 
-// A block that was written will be filled again: it has to be near in every layer, and its page is not to be
-// written any more by whom it is shared with.
+// One that goes with the blocks from `first_dropped` on, where nobody else uses it, is as good as a free one,
+// and there even when the far tier is full.
+Result<PageIndex> Sequence::take_page_for_shared(std::uint32_t first_dropped) {
+  const auto dropped = std::find_if(pages_.begin() + first_dropped, pages_.end(),
+                                    [&](PageIndex page) { return tiers_.far().users(page) == 1; });
+  if (dropped == pages_.end()) return tiers_.far().take_page();
+  const PageIndex page = *dropped;
+  pages_.erase(dropped);
+  return page;
+}
+
+// A block that was written will be filled again: it has to be near in every layer.
 Status Sequence::reopen(BlockIndex block) {
-  Transfers& transfers = tiers_.transfers();
   residency_->forget_wants();
   for (LayerIndex layer; layer.value < geometry().layers; ++layer) {
     if (residency_->near(layer, block)) continue;
     const auto slot = residency_->try_take(layer, block, SlotState::kLoading, tiers_.step() + 1);
     DD_CHECK(slot, "layer {} has no slot for block {}", layer.value, block.value);
-    transfers.read(*residency_, layer, block, page(block), Lane::kDemand);
+    tiers_.transfers().read(*residency_, layer, block, page(block), Lane::kDemand);
   }
-  if (!transfers.finish(*residency_)) residency_->set_error(tiers_.overdue("a read"));
-  if (error()) return std::unexpected(*error());
+  if (Status status = finish_transfers("a read"); !status) return status;
   for (LayerIndex layer; layer.value < geometry().layers; ++layer) {
     if (residency_->state(layer, block) == SlotState::kClean) residency_->reopen(layer, block);
   }
-  if (tiers_.far().users(page(block)) == 1) return {};
-  const auto own = tiers_.far().take_page();
-  if (!own) return std::unexpected(own.error());
-  tiers_.far().release(page(block));
-  pages_[block.value] = *own;
+  return {};
+}
+
+Result<std::unique_ptr<Sequence>> Sequence::fork(std::uint32_t tokens) {
+  DD_CHECK(tokens <= tokens_, "{} of {}", tokens, tokens_);
+  if (error()) return std::unexpected(*error());
+  // What is shared has to have been written, and what is copied to be at rest.
+  if (Status status = finish_transfers("a transfer"); !status) return std::unexpected(status.error());
+  auto created = create(tiers_);
+  if (!created) return created;
+  Sequence& child = **created;
+  if (tiers_.tiered()) child.share_full_pages(*this, tokens);
+  if (Status status = child.reserve_pages(tokens); !status) return std::unexpected(status.error());
+  child.tokens_ = tokens;
+  child.blocks_ = geometry().blocks_for(tokens);
+  if (Status status = child.bring_near(*this); !status) return std::unexpected(status.error());
+  if (digests_) child.digests_->copy(*digests_, tokens / geometry().block_tokens);
+  if (tokens == tokens_) child.selections_ = selections_;
+  return created;
+}
+
+void Sequence::share_full_pages(const Sequence& parent, std::uint32_t tokens) {
+  for (; written_ < tokens / geometry().block_tokens; ++written_) {
+    const PageIndex page = parent.page(BlockIndex(written_));
+    tiers_.far().retain(page);
+    pages_.push_back(page);
+  }
+}
+
+// Copies the blocks that `parent` has near, and reads what would be missed at every step: the block that is
+// filled next, and what windowed layers see, since they stream what is not near. The last block comes first,
+// because it needs its slots: where the parent had none for it, one of the others finds no room.
+Status Sequence::bring_near(const Sequence& parent) {
+  const NearTier& near = tiers_.near();
+  const auto first_held = BlockIndex(written_);
+  for (std::uint32_t b = blocks_; b-- > 0;) {
+    const BlockIndex block(b);
+    for (LayerIndex layer; layer.value < geometry().layers; ++layer) {
+      const bool copied = parent.residency_->readable(layer, block);
+      const bool read = block >= first_held || tiers_.layer(layer).kind == LayerKind::kWindowed;
+      if (!copied && !read) continue;
+      const auto slot = residency_->try_take(layer, block, SlotState::kLoading, 0);
+      if (!slot) continue;
+      if (copied) {
+        std::memcpy(near.data(*slot), near.data(parent.residency_->slot(layer, block)),
+                    geometry().slot_bytes());
+        residency_->end_read(layer, block);
+      } else {
+        tiers_.transfers().read(*residency_, layer, block, parent.page(block), Lane::kDemand);
+      }
+    }
+  }
+  if (Status status = finish_transfers("a read"); !status) return status;
+  for (BlockIndex block = first_held; block.value < blocks_; ++block) {
+    for (LayerIndex layer; layer.value < geometry().layers; ++layer) residency_->reopen(layer, block);
+  }
   return {};
 }
 

@@ -37,6 +37,12 @@ class Sequence {
  public:
   /// kOutOfMemory when the engine has no place for another one.
   static Result<std::unique_ptr<Sequence>> create(Tiers& tiers);
+  /// A new sequence whose tokens are the first `tokens` of this one, which has at least as many: what a copy
+  /// that was then cut back to them would be. Full pages are shared, so it takes no far memory but a page for
+  /// a last block that is not full; what is near here is near there, too, as far as it has room. Waits for
+  /// this sequence's transfers. On an error there is no new sequence, and what this one holds is as before:
+  /// kOutOfMemory when the engine has no place or no page left; a read that failed; error().
+  Result<std::unique_ptr<Sequence>> fork(std::uint32_t tokens);
   /// Waits for the transfers in flight.
   ~Sequence();
   Sequence(const Sequence&) = delete;
@@ -47,7 +53,9 @@ class Sequence {
   /// What a transfer of this sequence ended with. It can then only be destroyed.
   const std::optional<Error>& error() const { return residency_->error(); }
 
-  /// Forgets everything from position `tokens` on; there are at least that many. May read one page.
+  /// Forgets everything from position `tokens` on; there are at least that many. May read one page. Needs a
+  /// page of its own where it cuts one that is shared: kOutOfMemory when there is none, and then nothing has
+  /// changed. Any other error is error().
   Status truncate(std::uint32_t tokens);
 
   // For the engine and the step.
@@ -80,8 +88,13 @@ class Sequence {
 
  private:
   explicit Sequence(Tiers& tiers) : tiers_(tiers) {}
+  Status finish_transfers(const char* what);
+  bool shares_page(BlockIndex block) const { return tiers_.far().users(page(block)) > 1; }
+  Result<PageIndex> take_page_for_shared(std::uint32_t first_dropped);
   Status reopen(BlockIndex block);
   void drop_blocks_from(std::uint32_t first);
+  void share_full_pages(const Sequence& parent, std::uint32_t tokens);
+  Status bring_near(const Sequence& parent);
 
   Tiers& tiers_;
   std::unique_ptr<Residency> residency_;

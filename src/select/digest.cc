@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "attention/f16.h"
@@ -236,6 +237,18 @@ void Digests::add_digest(LayerIndex layer, std::uint32_t digest, const f16_bits*
     }
     grow_hull(layer, head, centre, radius);
   }
+}
+
+void Digests::copy(const Digests& other, std::uint32_t blocks) {
+  DD_CHECK(blocks <= blocks_max_ && memory_.bytes() == other.memory_.bytes(), "{} of {} blocks", blocks,
+           blocks_max_);
+  const std::uint32_t tiles = tiles_for(blocks * digests_per_block());
+  const std::size_t row_bytes = tile_bytes() * geometry_.layers;  // of one tile of every layer
+  std::memcpy(digests_at_, other.digests_at_, tiles * row_bytes);
+  std::memcpy(groups_at_, other.groups_at_, tiles_for(tiles) * row_bytes);
+  blocks_ = other.blocks_;
+  hulls_ = other.hulls_;
+  truncate(blocks);
 }
 
 void Digests::truncate(std::uint32_t blocks) {

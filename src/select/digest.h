@@ -83,6 +83,8 @@ class Digests {
 
   /// Appends the digests of the layer's next block, which is full. k: [kv_head, head_dim, block_tokens].
   void add(LayerIndex layer, const f16_bits* k);
+  /// Replaces all by those of the first `blocks` blocks of `other`, which has the same shape and options.
+  void copy(const Digests& other, std::uint32_t blocks);
   /// Forgets the blocks from `blocks` on, in all layers; a layer with fewer stays as it is. Afterwards all is
   /// as if they had never been added.
   void truncate(std::uint32_t blocks);

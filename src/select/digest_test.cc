@@ -1,11 +1,13 @@
 #include "select/digest.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <numeric>
 #include <random>
+#include <span>
 #include <thread>
 
 #include <gtest/gtest.h>
@@ -410,6 +412,37 @@ TEST(Digests, AreTheSameAfterTruncationAsIfNeverLonger) {
           check_truncation(geometry_of(2, 64, block_tokens, 2), {.kind = kind, .type = type}, kept);
         }
       }
+    }
+  }
+}
+
+TEST(Digests, CopiedFromTheFirstBlocksOfOthersGoOnAsIfNeverLonger) {
+  const KvGeometry geometry = geometry_of(2, 64, 32, 2);
+  for (const DigestType type : kTypes) {
+    for (const std::uint32_t kept : {0u, 1u, 8u, 9u, 16u, 40u}) {
+      SCOPED_TRACE(testing::Message() << kept << " blocks kept");
+      const auto longer = *Digests::create(geometry, {.type = type}, 70);
+      const auto copy = *Digests::create(geometry, {.type = type}, 70);
+      const auto expected = *Digests::create(geometry, {.type = type}, 70);
+      std::mt19937 random(kept);
+      const auto add = [&](std::span<Digests* const> to) {
+        for (LayerIndex layer(0); layer.value < geometry.layers; ++layer) {
+          const std::vector<f16_bits> k = random_keys(geometry, random);
+          for (Digests* const digests : to) digests->add(layer, k.data());
+        }
+      };
+      for (int i = 0; i < 20; ++i) add(std::array{copy.get()});  // forgotten
+      for (std::uint32_t i = 0; i < 40; ++i) {
+        if (i < kept) {
+          add(std::array{longer.get(), expected.get()});
+        } else {
+          add(std::array{longer.get()});
+        }
+      }
+      copy->copy(*longer, kept);
+      EXPECT_EQ(contents(*copy), contents(*expected));
+      for (int i = 0; i < 3; ++i) add(std::array{copy.get(), expected.get()});
+      EXPECT_EQ(contents(*copy), contents(*expected));
     }
   }
 }
