@@ -190,6 +190,8 @@ TEST_P(Dual, WritesTheTextOfAllNearFromEveryFarTierUnderAnyLatency) {
     options.tiers.correction = kEveryCorrection[random() % 3];
     options.tiers.near_tokens = 1 + static_cast<std::uint32_t>(random() % 400);
     options.block_tokens = 16U << random() % 3;
+    if (random() % 2 == 0) options.tiers.resident_layers = static_cast<std::uint32_t>(random() % 3);
+    options.tiers.ring_sets = 2 + static_cast<std::uint32_t>(random() % 2);
     const auto dual = simulated(
         *model_, options, {.seed = seed, .latency_min = milliseconds(0), .latency_max = milliseconds(50)});
     expect_same_texts(write(*dual, 0.8f), expected);
@@ -233,6 +235,43 @@ TEST_P(Dual, ReadsAheadWhatAPerfectGuessWillNeed) {
   write(*dual, 0.0f);
   EXPECT_GT(dual->stats().blocks_predicted, 0U);
   EXPECT_EQ(dual->stats().blocks_missed, 0U);
+}
+
+// What a layer attends to does not depend on how its blocks came near.
+TEST_P(Dual, WritesTheSameTextWithAnyNumberOfResidentLayers) {
+  EngineOptions options = dual_options(2, 64);
+  const auto expected = write(*engine(*model_, options), 0.8f);
+  for (const std::uint32_t resident : {0U, 1U, 2U}) {
+    for (const std::uint32_t sets : {2U, 3U}) {
+      SCOPED_TRACE(fmt::format("{} resident, {} sets", resident, sets));
+      options.tiers.resident_layers = resident;
+      options.tiers.ring_sets = sets;
+      const auto ring = engine(*model_, options);
+      expect_same_texts(write(*ring, 0.8f), expected);
+      expect_all_given_back(*ring);
+    }
+  }
+}
+
+TEST_P(Dual, WritesTheTextOfAllNearWhenAttendingToAllThatIsNear) {
+  const auto expected = write(*engine(*model_, plain_options(2)), 0.8f);
+  EngineOptions options = dual_options(2, kTierContext);
+  options.tiers.attend_resident = true;
+  for (const std::uint32_t resident : {0U, 3U}) {
+    options.tiers.resident_layers = resident;
+    expect_same_texts(write(*engine(*model_, options), 0.8f), expected);
+  }
+}
+
+// Read ahead, while other layers are computed.
+TEST_P(Dual, NoLayerOfTheRingMissesAPredictedBlock) {
+  EngineOptions options = dual_options(1, 64);
+  options.tiers.resident_layers = 0;
+  const auto ring = engine(*model_, options);
+  write(*ring, 0.0f);
+  EXPECT_GT(ring->stats().blocks_predicted, 0U);
+  EXPECT_LT(ring->stats().blocks_missed, ring->stats().blocks_predicted / 10);  // before anything was ranked
+  EXPECT_EQ(ring->stats().bytes_streamed, 0U);
 }
 
 TEST_P(Dual, GuessesUpToTheLastTokenOfTheContext) {

@@ -144,6 +144,8 @@ class Soak : public TieredEngines {
     tiers.recent_tokens = below(100);
     tiers.near_tokens = 1 + below(300);
     tiers.dense_layers = below(2);
+    if (chance(2)) tiers.resident_layers = below(3);
+    tiers.ring_sets = 2 + below(2);
     tiers.staging_tokens = 1 + below(600);
     for (std::uint64_t& bytes : tiers.transfers.in_flight_bytes_max) bytes = std::uint64_t{4096} << below(8);
     round.port = {.seed = seed,

@@ -58,6 +58,13 @@ void add_tier_options(CLI::App& command, TierChoices& choices, bool one_engine) 
        "Rank each layer again with the token's own query, and wait for what is missing: none, miss (every "
        "layer), cosine:T (where the predicting query's cosine is below T)",
        "RULE");
+  command
+      .add_option(
+          "--attend", choices.attend,
+          "What a token attends to beside its window: selected, or resident (all that is near anyway)")
+      ->capture_default_str()
+      ->group(group)
+      ->check(CLI::IsMember({"selected", "resident"}));
   text("--draft", choices.draft,
        "Where a guess of the next token comes from after a wrong one: self (an extra pass), ngram (the text "
        "before), keep (the row behind the wrong one), none; auto: self with the policy dual",
@@ -73,6 +80,10 @@ void add_tier_options(CLI::App& command, TierChoices& choices, bool one_engine) 
   tokens("--budget", choices.budget, "Tokens that a layer selects, beside its window");
   tokens("--near-slots", choices.near_slots,
          "Tokens that a layer has room for beside its window; 0: twice the budget");
+  text("--residency", choices.residency,
+       "Layers that keep their selection near from step to step, the others read theirs anew through a ring: "
+       "all, none, a number, or auto (all, if --near-memory allows it)",
+       "LAYERS");
   tokens("--sink-tokens", choices.sink_tokens, "First tokens that are always near");
   tokens("--recent-tokens", choices.recent_tokens, "Last tokens that are always near");
   command
@@ -161,6 +172,7 @@ Status choose_tiers(const TierChoices& choices, EngineOptions& options) {
   const auto correction = parse_correction(choices.correct);
   if (!correction) return std::unexpected(correction.error());
   tiers.correction = *correction;
+  tiers.attend_resident = choices.attend == "resident";
   const std::string own_draft = tiers.policy == Policy::kDual ? "self" : "none";
   const auto draft = parse_draft(choices.draft == "auto" ? own_draft : choices.draft);
   if (!draft) return std::unexpected(draft.error());
@@ -176,6 +188,9 @@ Status choose_tiers(const TierChoices& choices, EngineOptions& options) {
   if (choices.budget == 0)
     return fail(ErrorCode::kInvalidArgument, "--budget 0: at least one token is needed");
   tiers.budget_tokens = choices.budget;
+  const auto residency = parse_residency(choices.residency);
+  if (!residency) return std::unexpected(residency.error());
+  tiers.resident_layers = *residency;
   tiers.near_tokens = choices.near_slots;
   tiers.sink_tokens = choices.sink_tokens;
   tiers.recent_tokens = choices.recent_tokens;

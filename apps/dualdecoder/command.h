@@ -35,6 +35,7 @@ struct TierChoices {
   std::string near_memory = "0";
   std::string policy = "previous";
   std::string correct = "none";
+  std::string attend = "selected";
   std::string draft = "auto";  // self with the policy dual, else none
   bool accept = false;
   std::string digest = "principal";
@@ -42,6 +43,7 @@ struct TierChoices {
   std::uint32_t budget = TierOptions{}.budget_tokens;
   std::uint32_t sink_tokens = TierOptions{}.sink_tokens;
   std::uint32_t recent_tokens = TierOptions{}.recent_tokens;
+  std::string residency = "auto";
   std::uint32_t near_slots = 0;
   std::uint32_t dense_layers = 0;
 };

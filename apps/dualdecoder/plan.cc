@@ -60,24 +60,34 @@ double missed_share(double ratio) {
   return kMeasured[std::size(kMeasured) - 1].second;
 }
 
+/// Of one sequence.
+std::string selected_text(const MemoryPlan& plan) {
+  const std::string resident =
+      fmt::format("{} blocks for each of {} layers", plan.near_slots, plan.resident_layers);
+  if (plan.ring_sets == 0) return resident;
+  const std::string ring =
+      fmt::format("{} sets of {} blocks for the others", plan.ring_sets, plan.ring_set_slots);
+  return plan.resident_layers == 0 ? ring : resident + ", " + ring;
+}
+
 double moved_bytes_per_step(const MemoryPlan& plan, const TierOptions& tiers) {
   if (!plan.tiered()) return 0.0;
-  const auto selecting =
-      static_cast<double>(std::count_if(plan.layers.begin(), plan.layers.end(), [](const LayerPlan& layer) {
-        return layer.kind == LayerKind::kSelecting;
-      }));
+  const auto in_ring = static_cast<double>(
+      std::ranges::count_if(plan.layers, [](const LayerPlan& layer) { return layer.ring != kNoRing; }));
+  const double selecting = plan.resident_layers + in_ring;
   const double context_blocks = plan.geometry.blocks_for(plan.context);
   const double beside_window = std::max(0.0, context_blocks - plan.window_slots);
-  const double block_bytes = static_cast<double>(plan.geometry.slot_bytes()) * plan.sequences * selecting;
+  const double block_bytes = static_cast<double>(plan.geometry.slot_bytes()) * plan.sequences;
   // What a sequence adds is written once; per step that is a token's share of its page.
   const double written = static_cast<double>(plan.geometry.token_bytes()) * plan.sequences;
   if (tiers.policy == Policy::kFull || tiers.policy == Policy::kOracle)
-    return beside_window * block_bytes + written;
+    return beside_window * block_bytes * selecting + written;
   const double selected = std::min<double>(plan.budget_blocks, beside_window);
   if (selected == 0.0) return written;
   const bool streams = plan.budget_blocks > plan.near_slots;
   const double share = streams ? 1.0 - plan.near_slots / selected : missed_share(plan.near_slots / selected);
-  return std::max(share, 0.0) * selected * block_bytes + written;
+  const double layers_moved = std::max(share, 0.0) * plan.resident_layers + in_ring;
+  return layers_moved * selected * block_bytes + written;
 }
 
 /// Median of a few decode steps with all KV near, at the length that a step attends to.
@@ -211,8 +221,7 @@ void print_text(const Model& model, const EngineOptions& options, const MemoryPl
   fmt::print("near tier\n");
   line("KV: window", plan.near_window_bytes,
        plan.tiered() ? "first and last tokens, windowed and dense layers" : "all");
-  line("KV: selected", plan.near_selected_bytes,
-       plan.tiered() ? fmt::format("{} blocks a layer and sequence", plan.near_slots) : "");
+  line("KV: selected", plan.near_selected_bytes, plan.tiered() ? selected_text(plan) : "");
   line("KV: staging", plan.near_staging_bytes, "");
   line("KV near in all", plan.near_bytes(), "");
   line("weights", weight_bytes, "");

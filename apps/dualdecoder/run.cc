@@ -7,6 +7,7 @@
 
 #include "base/file.h"
 #include "base/hash.h"
+#include "base/trace.h"
 #include "base/units.h"
 #include "command.h"
 #include "commit.h"
@@ -18,6 +19,8 @@ namespace dualdecoder {
 namespace {
 
 constexpr std::size_t kPromptBytesMax = 1U << 30;  // libllama counts bytes in 32 bits
+
+constexpr std::size_t kTraceEventsMax = 400'000;  // 27 MiB
 
 struct RunOptions {
   ModelOptions model;
@@ -35,6 +38,7 @@ struct RunOptions {
   SamplingOptions sampling;
   std::string json_path;
   std::string logits_path;
+  std::string trace_path;
 };
 
 struct Outcome {
@@ -125,7 +129,7 @@ void show(Generation& generation, Outcome& outcome) {
   outcome.text += text;
 }
 
-Status generate(Generator& generator, Generation& generation, Outcome& outcome) {
+Status prefill(Generator& generator, Generation& generation, Outcome& outcome) {
   const Stopwatch prefill_watch;
   {
     ProgressLine line("prompt");
@@ -138,7 +142,10 @@ Status generate(Generator& generator, Generation& generation, Outcome& outcome) 
   }
   outcome.prefill_s = prefill_watch.seconds();
   outcome.prefilled = generation.sequence().tokens();
+  return {};
+}
 
+Status decode(Generator& generator, Generation& generation, Outcome& outcome) {
   const Stopwatch decode_watch;
   show(generation, outcome);
   while (generation.running()) {
@@ -192,6 +199,8 @@ nlohmann::ordered_json tiers_report(const Engine& engine) {
           {"budget_tokens", engine.options().tiers.budget_tokens},
           {"block_tokens", engine.options().block_tokens},
           {"near_slots", engine.plan().near_slots},
+          {"resident_layers", engine.plan().resident_layers},
+          {"ring_set_slots", engine.plan().ring_set_slots},
           {"digest_bytes", engine.plan().digest_bytes},
           {"blocks_attended", step.blocks_attended},
           {"blocks_missed", step.blocks_missed},
@@ -288,6 +297,8 @@ Result<GenerationOptions> generation_options(const RunOptions& options) {
 
 struct OutputFiles {
   std::optional<OutputFile> json;
+  std::optional<OutputFile> trace_file;
+  std::optional<Trace> trace;  // of decoding
   std::optional<NpyWriter> logits;
   Status logits_status;  // of the rows so far
 };
@@ -298,6 +309,12 @@ Result<OutputFiles> open_outputs(const RunOptions& options) {
     auto file = OutputFile::create(options.json_path);
     if (!file) return std::unexpected(file.error());
     files.json = std::move(*file);
+  }
+  if (!options.trace_path.empty()) {
+    auto file = OutputFile::create(options.trace_path);
+    if (!file) return std::unexpected(file.error());
+    files.trace_file = std::move(*file);
+    files.trace.emplace(kTraceEventsMax);
   }
   if (!options.logits_path.empty()) {
     auto file = NpyWriter::create(options.logits_path);
@@ -312,6 +329,11 @@ Status close_outputs(OutputFiles& files, const Generation& generation, const Out
   if (files.json) {
     if (Status status = files.json->write(json_report(generation, outcome, engine)); !status) return status;
     if (Status status = files.json->close(); !status) return status;
+  }
+  if (files.trace_file) {
+    if (Status status = files.trace_file->write(files.trace->json({"step", "reads", "writes"})); !status)
+      return status;
+    if (Status status = files.trace_file->close(); !status) return status;
   }
   if (!files.logits_status) return files.logits_status;
   return files.logits ? files.logits->close() : Status{};
@@ -333,6 +355,7 @@ Status run(const RunOptions& options, FinishReason& finish_reason) {
   auto setup = engine_options(options.model, **model);
   if (!setup) return std::unexpected(setup.error());
   if (Status status = choose_tiers(options.tiers, *setup); !status) return status;
+  if (files->trace) setup->tiers.transfers.trace = &*files->trace;
   const auto engine = Engine::create(**model, *setup);
   if (!engine) return std::unexpected(engine.error());
   print_short_plan(**engine);
@@ -349,7 +372,9 @@ Status run(const RunOptions& options, FinishReason& finish_reason) {
   Generator generator(**engine);
   const auto generation = generator.start(std::move(*tokens), std::move(*generation_setup));
   if (!generation) return std::unexpected(generation.error());
-  if (Status status = generate(generator, **generation, outcome); !status) return status;
+  if (Status status = prefill(generator, **generation, outcome); !status) return status;
+  if (files->trace) files->trace->clear();
+  if (Status status = decode(generator, **generation, outcome); !status) return status;
 
   print_closing_line(**generation, outcome, **engine);
   finish_reason = (*generation)->finish_reason();
@@ -424,6 +449,10 @@ void add_run_command(CLI::App& app, int& exit_code) {
   command
       ->add_option("--logits", options->logits_path,
                    "Write the logits of every generated position, .npy [tokens, vocabulary]")
+      ->type_name("FILE");
+  command
+      ->add_option("--trace", options->trace_path,
+                   "Write what each pass, layer and transfer of decoding took, as Perfetto reads it")
       ->type_name("FILE");
   add_environment_names(*command);
   command->callback([options, &exit_code] {

@@ -9,6 +9,8 @@
 namespace dualdecoder {
 namespace {
 
+/// A selection that is not ranked anew takes in what leaves the window.
+constexpr std::uint32_t kRingSpareBlocks = 2;
 constexpr std::uint64_t kTableBytesPerBlock = 4 + 8;  // of a layer: its place, its checksum
 
 class Planner {
@@ -80,56 +82,94 @@ class Planner {
     plan_.staging_slots = 2 * half;
   }
 
+  // A selecting layer has its window, and beside it either near_slots of its own (resident) or, for a chunk
+  // of the prompt alone, the least that will do; its selection then goes through the ring.
   Status plan_near_slots() {
-    const auto selecting = static_cast<std::uint64_t>(
+    if (tiers_.ring_sets < 2)
+      return fail(ErrorCode::kInvalidArgument, "a ring of {} sets: at least 2 are needed", tiers_.ring_sets);
+    selecting_ = static_cast<std::uint32_t>(
         std::count_if(plan_.layers.begin(), plan_.layers.end(),
                       [](const LayerPlan& layer) { return layer.kind == LayerKind::kSelecting; }));
-    const std::uint32_t most = context_blocks_ - plan_.window_slots;
-    const std::uint32_t least = std::min(chunk_blocks_, most);
+    most_ = context_blocks_ - plan_.window_slots;
+    least_ = std::min(chunk_blocks_, most_);
     const std::uint32_t wanted =
         tiers_.near_tokens == 0 ? 2 * plan_.budget_blocks : blocks(tiers_.near_tokens);
-    plan_.near_slots = std::clamp(wanted, least, most);
-    if (tiers_.near_bytes_max > 0) {
-      std::uint64_t fixed = plan_.staging_slots + options_.sequences * selecting * plan_.window_slots;
-      for (const LayerPlan& layer : plan_.layers) fixed += std::uint64_t{options_.sequences} * layer.slots;
-      const std::uint64_t per_slot = options_.sequences * selecting;
-      const std::uint64_t allowed = tiers_.near_bytes_max / slot_bytes();
-      if (allowed < fixed + per_slot * least) {
-        return fail(ErrorCode::kInvalidArgument,
-                    "--near-memory {}: at least {}KiB are needed for the window, a chunk of the prompt and "
-                    "staging; raise it, or lower -b, --recent-tokens or the number of sequences",
-                    format_bytes(static_cast<double>(tiers_.near_bytes_max)),
-                    (fixed + per_slot * least) * slot_bytes() / 1024);
-      }
-      if (selecting > 0) {
-        const std::uint64_t affordable = std::min<std::uint64_t>((allowed - fixed) / per_slot, most);
-        plan_.near_slots = static_cast<std::uint32_t>(
-            tiers_.near_tokens == 0 ? affordable : std::min<std::uint64_t>(affordable, plan_.near_slots));
-      }
+    plan_.near_slots = std::clamp(wanted, least_, most_);
+    plan_.ring_set_slots = std::min(plan_.budget_blocks + kRingSpareBlocks, most_);
+    const std::uint64_t allowed =
+        tiers_.near_bytes_max == 0 ? UINT64_MAX : tiers_.near_bytes_max / slot_bytes();
+    plan_.resident_layers = resident_layers(allowed);
+    const std::uint64_t needed = slots_taken(plan_.resident_layers, least_);
+    if (allowed < needed) {
+      return fail(ErrorCode::kInvalidArgument,
+                  "--near-memory {}: at least {}KiB are needed for the window, a chunk of the prompt and "
+                  "staging; raise it, or lower -b, --recent-tokens or the number of sequences",
+                  format_bytes(static_cast<double>(tiers_.near_bytes_max)), needed * slot_bytes() / 1024);
     }
-    for (LayerPlan& layer : plan_.layers) {
-      if (layer.kind == LayerKind::kSelecting) layer.slots = plan_.window_slots + plan_.near_slots;
+    if (tiers_.near_bytes_max > 0 && plan_.resident_layers > 0) {
+      const std::uint64_t per_slot = std::uint64_t{options_.sequences} * plan_.resident_layers;
+      const std::uint64_t affordable = std::min<std::uint64_t>(least_ + (allowed - needed) / per_slot, most_);
+      plan_.near_slots = static_cast<std::uint32_t>(
+          tiers_.near_tokens == 0 ? affordable : std::min<std::uint64_t>(affordable, plan_.near_slots));
     }
+    place_layers();
     return {};
+  }
+
+  // All, if each has room for a whole selection, or there is no room for a ring either: then what has no room
+  // is streamed.
+  std::uint32_t resident_layers(std::uint64_t allowed) const {
+    if (tiers_.resident_layers) return std::min(*tiers_.resident_layers, selecting_);
+    if (tiers_.policy == Policy::kFull) return selecting_;
+    const std::uint32_t selection = std::clamp(plan_.budget_blocks, least_, most_);
+    for (std::uint32_t resident = selecting_ + 1; resident-- > 0;) {
+      if (slots_taken(resident, selection) <= allowed) return resident;
+    }
+    return selecting_;
+  }
+
+  // Of all sequences and staging.
+  std::uint64_t slots_taken(std::uint32_t resident, std::uint32_t near_slots) const {
+    std::uint64_t each =
+        std::uint64_t{selecting_} * plan_.window_slots + std::uint64_t{resident} * near_slots;
+    if (resident < selecting_) {
+      each += std::uint64_t{selecting_ - resident} * least_;
+      each += std::uint64_t{tiers_.ring_sets} * plan_.ring_set_slots;
+    }
+    for (const LayerPlan& layer : plan_.layers) each += layer.slots;
+    return plan_.staging_slots + options_.sequences * each;
+  }
+
+  void place_layers() {
+    std::uint32_t placed = 0;
+    for (LayerPlan& layer : plan_.layers) {
+      if (layer.kind != LayerKind::kSelecting) continue;
+      const bool resident = placed < plan_.resident_layers;
+      layer.slots = plan_.window_slots + (resident ? plan_.near_slots : least_);
+      if (!resident) layer.ring = (placed - plan_.resident_layers) % tiers_.ring_sets;
+      ++placed;
+    }
+    plan_.ring_sets = plan_.resident_layers < selecting_ ? tiers_.ring_sets : 0;
+    if (plan_.ring_sets == 0) plan_.ring_set_slots = 0;
+    if (plan_.resident_layers == 0) plan_.near_slots = 0;
   }
 
   void count_bytes() {
     const std::uint64_t sequences = options_.sequences;
-    std::uint32_t selecting = 0;
     for (const LayerPlan& layer : plan_.layers) {
       std::uint64_t window = layer.slots;
-      if (layer.kind == LayerKind::kSelecting) {
-        ++selecting;
+      if (layer.kind == LayerKind::kSelecting && layer.ring == kNoRing) {
         window = plan_.window_slots;
         plan_.near_selected_bytes += sequences * plan_.near_slots * slot_bytes();
       }
       plan_.near_window_bytes += sequences * window * slot_bytes();
     }
+    plan_.near_selected_bytes += sequences * plan_.ring_sets * plan_.ring_set_slots * slot_bytes();
     plan_.near_staging_bytes = plan_.staging_slots * slot_bytes();
     plan_.far_bytes = std::uint64_t{plan_.far_pages} * plan_.geometry.page_bytes();
     const std::uint64_t table_entries = sequences * context_blocks_ * model_.layers;
     plan_.table_bytes = table_entries * kTableBytesPerBlock;
-    if (selecting > 0 && tiers_.policy != Policy::kFull) {
+    if (selecting_ > 0 && tiers_.policy != Policy::kFull) {
       plan_.digest_bytes = sequences * Digests::bytes_for(plan_.geometry, tiers_.digests, context_blocks_);
     }
   }
@@ -140,6 +180,9 @@ class Planner {
   MemoryPlan plan_;
   std::uint32_t context_blocks_ = 0;
   std::uint32_t chunk_blocks_ = 0;  // that a chunk of the prompt can touch
+  std::uint32_t selecting_ = 0;     // layers
+  std::uint32_t least_ = 0;         // slots beside the window
+  std::uint32_t most_ = 0;
 };
 
 }  // namespace

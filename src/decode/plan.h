@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "decode/engine_options.h"
+#include "kv/near_tier.h"
 #include "model/hyperparameters.h"
 
 namespace dualdecoder {
@@ -21,7 +22,8 @@ enum class LayerKind {
 
 struct LayerPlan {
   LayerKind kind = LayerKind::kAll;
-  std::uint32_t slots = 0;  // per sequence
+  std::uint32_t slots = 0;       // per sequence; without those of the ring
+  std::uint32_t ring = kNoRing;  // the set of the ring that its selection goes through
 };
 
 struct MemoryPlan {
@@ -30,14 +32,17 @@ struct MemoryPlan {
   std::uint32_t sequences = 0;
   std::uint32_t sink_blocks = 0;
   std::uint32_t budget_blocks = 0;
-  std::uint32_t window_slots = 0;  // of a selecting layer
-  std::uint32_t near_slots = 0;    // of a selecting layer, beside the window
+  std::uint32_t window_slots = 0;     // of a selecting layer
+  std::uint32_t near_slots = 0;       // of a resident selecting layer, beside the window
+  std::uint32_t resident_layers = 0;  // selecting ones that keep their selection from step to step
+  std::uint32_t ring_sets = 0;        // for the others
+  std::uint32_t ring_set_slots = 0;
   std::vector<LayerPlan> layers;
   std::uint32_t staging_slots = 0;  // both halves
   std::uint32_t far_pages = 0;
 
   std::uint64_t near_window_bytes = 0;    // window, windowed layers and dense layers, all sequences
-  std::uint64_t near_selected_bytes = 0;  // places beside the window, all sequences
+  std::uint64_t near_selected_bytes = 0;  // places beside the window, with the ring, all sequences
   std::uint64_t near_staging_bytes = 0;
   std::uint64_t far_bytes = 0;
   std::uint64_t digest_bytes = 0;
@@ -45,6 +50,10 @@ struct MemoryPlan {
 
   std::uint64_t near_bytes() const { return near_window_bytes + near_selected_bytes + near_staging_bytes; }
   bool tiered() const { return far_pages > 0; }
+  /// The largest selection that `layer`, a selecting one, has room for.
+  std::uint32_t selection_slots(LayerIndex layer) const {
+    return layers[layer.value].ring == kNoRing ? near_slots : ring_set_slots;
+  }
 };
 
 /// kInvalidArgument names the option and what would do. `options.context` is not 0.

@@ -50,6 +50,8 @@ EngineOptions random_options(std::mt19937_64& random) {
   options.tiers.sink_tokens = up_to(100);
   options.tiers.recent_tokens = up_to(400);
   options.tiers.near_tokens = random() % 2 == 0 ? 0 : 1 + up_to(2000);
+  if (random() % 3 == 0) options.tiers.resident_layers = up_to(4);
+  options.tiers.ring_sets = 2 + up_to(3);
   options.tiers.dense_layers = up_to(6);
   options.tiers.staging_tokens = 1 + up_to(2000);
   return options;
@@ -97,6 +99,9 @@ TEST(MemoryPlan, IsWhatTheNearTierTakesAndItsBytesAddUp) {
     ASSERT_TRUE(plan) << plan.error().message;
     NearTierOptions near_options{.geometry = plan->geometry,
                                  .layer_slots = {},
+                                 .layer_ring = {},
+                                 .ring_sets = plan->ring_sets,
+                                 .ring_set_slots = plan->ring_set_slots,
                                  .shares = plan->sequences,
                                  .staging_slots = plan->staging_slots,
                                  .poison = false};
@@ -109,7 +114,8 @@ TEST(MemoryPlan, IsWhatTheNearTierTakesAndItsBytesAddUp) {
     const bool selecting =
         std::ranges::any_of(plan->layers, [](const auto& l) { return l.kind == LayerKind::kSelecting; });
     EXPECT_EQ(plan->digest_bytes > 0, selecting && options.tiers.policy != Policy::kFull);
-    EXPECT_EQ(plan->near_selected_bytes > 0, selecting && plan->near_slots > 0);
+    EXPECT_EQ(plan->near_selected_bytes > 0, plan->near_slots > 0 || plan->ring_set_slots > 0);
+    EXPECT_TRUE(selecting || plan->near_selected_bytes == 0);
   }
 }
 
@@ -211,6 +217,53 @@ TEST(MemoryPlan, HasPlacesForTheWindowAndAChunkAtEveryPosition) {
       }
     }
   }
+}
+
+TEST(MemoryPlan, SelectionsInARingTakeNoMoreForMoreLayersOrALongerContext) {
+  EngineOptions options = tiered_options();
+  options.tiers.resident_layers = 0;
+  const auto few = plan_memory(kFullModel, options);
+  ASSERT_TRUE(few);
+  options.context = 65536;
+  const auto many = plan_memory(model_of(std::vector<std::uint32_t>(24, 0)), options);
+  ASSERT_TRUE(many);
+  const std::uint64_t set_bytes = (few->budget_blocks + 2) * few->geometry.slot_bytes();
+  EXPECT_EQ(few->near_selected_bytes, options.sequences * options.tiers.ring_sets * set_bytes);
+  EXPECT_EQ(many->near_selected_bytes, few->near_selected_bytes);
+}
+
+TEST(MemoryPlan, PutsLayersIntoTheRingWhereNotEveryOneHasRoomForASelection) {
+  EngineOptions options = tiered_options();
+  options.prefill_chunk = 32;
+  const std::uint32_t layers = 12;
+  const Hyperparameters model = model_of(std::vector<std::uint32_t>(layers, 0));
+  const auto none = [&] {
+    EngineOptions ring = options;
+    ring.tiers.resident_layers = 0;
+    return *plan_memory(model, ring);
+  }();
+  std::uint32_t before = 0;
+  for (std::uint64_t bytes = none.near_bytes();; bytes += 64 << 10) {
+    options.tiers.near_bytes_max = bytes;
+    const auto plan = plan_memory(model, options);
+    ASSERT_TRUE(plan);
+    ASSERT_GE(plan->resident_layers, before);
+    before = plan->resident_layers;
+    for (LayerIndex layer; layer.value < layers; ++layer) {
+      ASSERT_EQ(plan->layers[layer.value].ring == kNoRing, layer.value < plan->resident_layers);
+      ASSERT_GE(plan->selection_slots(layer), plan->budget_blocks);
+    }
+    if (plan->resident_layers == layers) break;
+  }
+  EXPECT_EQ(none.resident_layers, 0U);
+}
+
+TEST(MemoryPlan, RefusesARingOfOneSet) {
+  EngineOptions options = tiered_options();
+  options.tiers.ring_sets = 1;
+  const auto refused = plan_memory(kFullModel, options);
+  ASSERT_FALSE(refused);
+  EXPECT_THAT(refused.error().message, HasSubstr("at least 2"));
 }
 
 TEST(MemoryPlan, StagesWholeSplitsInBothHalves) {

@@ -104,6 +104,7 @@ Status Sequence::truncate(std::uint32_t tokens) {
   }
   if (!status) return status;
   if (digests_) digests_->truncate(full);
+  residency_->forget_predicted_marks();
   for (Selection& selection : selections_) selection.valid = false;
   return {};
 }

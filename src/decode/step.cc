@@ -16,17 +16,26 @@ constexpr std::uint64_t kTokensPerInterval = 32768;
 constexpr std::size_t kRankedTogether = 3;          // rankings for each thread, at least
 constexpr std::uint32_t kSerialAppendRowsMax = 32;  // waking the threads costs more than storing so few rows
 
+/// Adds the time it lives to `total`, and an event to `trace`, if there is one.
 class PassTimer {
  public:
-  explicit PassTimer(std::uint64_t& total) : total_(total), start_(std::chrono::steady_clock::now()) {}
+  explicit PassTimer(std::uint64_t& total, Trace* trace = nullptr, const TraceEvent& event = {})
+      : total_(total), trace_(trace), event_(event), start_(std::chrono::steady_clock::now()) {}
   ~PassTimer() {
-    const auto spent = std::chrono::steady_clock::now() - start_;
-    total_ += static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count());
+    const auto end = std::chrono::steady_clock::now();
+    total_ += static_cast<std::uint64_t>(
+        std::chrono::duration_cast<std::chrono::nanoseconds>(end - start_).count());
+    if (trace_ == nullptr) return;
+    event_.start = start_;
+    event_.end = end;
+    trace_->add(event_);
   }
 
  private:
   std::uint64_t& total_;
-  std::chrono::steady_clock::time_point start_;
+  Trace* trace_;
+  TraceEvent event_;
+  TraceEvent::Time start_;
 };
 
 // Smallest over the query heads: one that turned away is enough to want other blocks.
@@ -77,13 +86,18 @@ Step::Step(const Model& model, Forward& forward, Tiers& tiers)
 }
 
 const float* Step::run(std::span<const StepGroup> groups) {
-  const auto timed = [this](Pass pass, const auto& body) {
-    const PassTimer timer(pass_ns_[static_cast<std::size_t>(pass)]);
+  LayerIndex layer;
+  const auto timed = [&](Pass pass, const auto& body) {
+    const auto index = static_cast<std::size_t>(pass);
+    const PassTimer timer(pass_ns_[index], trace(),
+                          {.name = kPassNames[index],
+                           .step = static_cast<std::int64_t>(tiers_.step()),
+                           .layer = static_cast<std::int64_t>(layer.value)});
     return body();
   };
   timed(Pass::kBegin, [&] { begin(groups); });
   const std::uint32_t layers = model_.hyperparameters().layers;
-  for (LayerIndex layer; layer.value < layers; ++layer) {
+  for (; layer.value < layers; ++layer) {
     const LayerRows rows = timed(Pass::kProject, [&] { return forward_.project(layer); });
     timed(Pass::kAppend, [&] { append(layer, rows); });
     // Without logits, nothing reads what the last layer attends to: its K and V are all that is wanted.
@@ -92,6 +106,7 @@ const float* Step::run(std::span<const StepGroup> groups) {
     timed(Pass::kArrive, [&] { arrive(layer); });
     timed(Pass::kAttend, [&] { attend(layer, rows); });
     timed(Pass::kPredict, [&] { predict(layer, rows); });
+    if (tiers_.layer(layer).ring != kNoRing) timed(Pass::kPredict, [&] { turn_ring(layer); });
   }
   timed(Pass::kPredict, [&] { rank_predictions(); });
   timed(Pass::kRetire, [&] { retire(); });
@@ -180,7 +195,7 @@ void Step::keep_window_near(const Work& work, std::uint32_t position, LayerIndex
 // A selection that has no room is streamed, and keeps nothing.
 void Step::keep_selection_near(const Work& work, LayerIndex layer, std::uint64_t step) const {
   const Selection& selection = work.sequence->selection(layer);
-  if (!selection.valid || selection.blocks.size() > tiers_.plan().near_slots) return;
+  if (!selection.valid || selection.blocks.size() > tiers_.plan().selection_slots(layer)) return;
   for (const BlockIndex block : selection.blocks) work.sequence->residency().want(layer, block, step);
 }
 
@@ -331,13 +346,26 @@ void Step::list_blocks(Work& work, LayerIndex layer) const {
   }
 }
 
+// Adds what is near beside the selection. It is not wanted, so that what was selected longest ago still goes
+// first; nothing goes before this attention is done.
+void Step::add_resident(Work& work, LayerIndex layer) {
+  const Candidates candidates = candidates_at_position(work.position);
+  attended_ = work.sequence->selection(layer).blocks;
+  work.sequence->residency().list_clean(layer, candidates.first, candidates.end, attended_);
+  std::sort(attended_.begin(), attended_.end());
+  attended_.erase(std::unique(attended_.begin(), attended_.end()), attended_.end());
+  list_selected(tiers_.geometry(), candidates, attended_, work.position, work.rows, work.list);
+}
+
 // Asks for what is missing, then waits for all of it. A group whose blocks have no room near, or that reads
 // everything once, is streamed instead.
 void Step::arrive(LayerIndex layer) {
   for (Work& work : std::span(work_).first(works_)) {
     work.streamed = false;
     list_blocks(work, layer);
-    if (tiers_.tiered() && !work.sequence->error()) bring_near(work, layer);
+    if (!tiers_.tiered() || work.sequence->error()) continue;
+    bring_near(work, layer);
+    if (tiers_.options().attend_resident && work.selecting && !work.streamed) add_resident(work, layer);
   }
   if (!tiers_.tiered()) return;
   Transfers& transfers = tiers_.transfers();
@@ -373,11 +401,12 @@ void Step::bring_near(Work& work, LayerIndex layer) {
     stats_.blocks_missed += missing;
   }
   if (missing == 0) return;
-  work.streamed = !work.selecting || missing > residency.takeable(layer, tiers_.step());
+  work.streamed = !work.selecting || missing > residency.takeable(layer, tiers_.step(), PoolKind::kSelection);
   if (work.streamed) return;
   for (const BlockIndex block : work.list.blocks) {
     if (residency.near(layer, block)) continue;
-    const auto slot = residency.try_take(layer, block, SlotState::kLoading, tiers_.step());
+    const auto slot =
+        residency.try_take(layer, block, SlotState::kLoading, tiers_.step(), PoolKind::kSelection);
     DD_CHECK(slot, "layer {} block {}", layer.value, block.value);
     tiers_.transfers().read(residency, layer, block, work.sequence->page(block), Lane::kDemand);
   }
@@ -482,7 +511,8 @@ void Step::attend_streamed(LayerIndex layer, const LayerRows& rows) {
   while (true) {
     const Streamer::Segment* segment = nullptr;
     {
-      const PassTimer stall(stats_.stall_ns);
+      const PassTimer stall(stats_.stall_ns, trace(),
+                            {.name = "segment", .layer = static_cast<std::int64_t>(layer.value)});
       segment = streamer_.wait_front(layer);
     }
     if (segment == nullptr) break;
@@ -519,7 +549,8 @@ void Step::predict(LayerIndex layer, const LayerRows& rows) {
     const Candidates candidates = candidates_at_position(work.next_position());
     if (selection.valid && !ranks_again(selection, layer, candidates)) {
       selection.extend(candidates.end);
-      fetch_ahead(work, layer, work.next_position(), tiers_.step() + 1);
+      if (tiers_.layer(layer).ring == kNoRing)
+        fetch_ahead(work, layer, work.next_position(), tiers_.step() + 1);
       continue;
     }
     const std::size_t width = model_.hyperparameters().query_width();
@@ -557,10 +588,31 @@ void Step::rank_predictions() {
     Work& work = work_[prediction.work];
     const auto q = std::span(predicted_q_).subspan(i * width, width);
     if (compared) work.sequence->selection(prediction.layer).q.assign(q.begin(), q.end());
-    if (!work.sequence->error()) fetch_ahead(work, prediction.layer, work.next_position(), tiers_.step() + 1);
+    if (!work.sequence->error() && tiers_.layer(prediction.layer).ring == kNoRing)
+      fetch_ahead(work, prediction.layer, work.next_position(), tiers_.step() + 1);
   }
   predictions_.clear();
   predicted_q_.clear();
+}
+
+// The layer is done with its set of the ring: it goes to the next layer that uses it, in this step or, after
+// the last one, in the next.
+void Step::turn_ring(LayerIndex layer) {
+  const std::uint32_t layers = model_.hyperparameters().layers;
+  LayerIndex next(layer.value + 1);
+  while (next.value < layers && tiers_.layer(next).ring != tiers_.layer(layer).ring) ++next;
+  const bool wraps = next.value == layers;
+  if (wraps) {
+    rank_predictions();  // those of the next step's first layers may not be through
+    next = LayerIndex(0);
+    while (tiers_.layer(next).ring != tiers_.layer(layer).ring) ++next;
+  }
+  for (Work& work : std::span(work_).first(works_)) {
+    if (work.sequence->error()) continue;
+    work.sequence->residency().leave_ring(layer);
+    if (!predicts(policy()) || !work.decodes() || !work.sequence->selection(next).valid) continue;
+    fetch_ahead(work, next, wraps ? work.next_position() : work.position, tiers_.step() + (wraps ? 1 : 0));
+  }
 }
 
 // Starts the reads of a selection for an attention at `position` in `step`, if there is room for all of it.
@@ -569,15 +621,16 @@ void Step::fetch_ahead(Work& work, LayerIndex layer, std::uint32_t position, std
   keep_selection_near(work, layer, step);
   Residency& residency = work.sequence->residency();
   const Selection& selection = work.sequence->selection(layer);
-  if (selection.blocks.size() > tiers_.plan().near_slots) return;
+  if (selection.blocks.size() > tiers_.plan().selection_slots(layer)) return;
   const auto missing =
       static_cast<std::uint32_t>(std::count_if(selection.blocks.begin(), selection.blocks.end(),
                                                [&](BlockIndex b) { return !residency.near(layer, b); }));
-  // One slot more: the next token may begin a block.
-  if (missing == 0 || missing + 1 > residency.takeable(layer, step)) return;
+  // One slot more, where it is the same pool: the next token may begin a block.
+  const std::uint32_t reserved = tiers_.layer(layer).ring == kNoRing ? 1 : 0;
+  if (missing == 0 || missing + reserved > residency.takeable(layer, step, PoolKind::kSelection)) return;
   for (const BlockIndex block : selection.blocks) {
     if (residency.near(layer, block)) continue;
-    const auto slot = residency.try_take(layer, block, SlotState::kLoading, step);
+    const auto slot = residency.try_take(layer, block, SlotState::kLoading, step, PoolKind::kSelection);
     DD_CHECK(slot, "layer {} block {}", layer.value, block.value);
     tiers_.transfers().read(residency, layer, block, work.sequence->page(block), Lane::kPredicted);
     residency.mark_predicted(layer, block);

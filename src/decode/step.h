@@ -131,6 +131,7 @@ class Step {
   void select_ahead(LayerIndex layer, const LayerRows& rows);
   void arrive(LayerIndex layer);
   void list_blocks(Work& work, LayerIndex layer) const;
+  void add_resident(Work& work, LayerIndex layer);
   void bring_near(Work& work, LayerIndex layer);
   bool all_readable(const Work& work, LayerIndex layer) const;
   void attend(LayerIndex layer, const LayerRows& rows);
@@ -144,10 +145,12 @@ class Step {
   void predict(LayerIndex layer, const LayerRows& rows);
   void rank_predictions();
   bool ranks_again(Selection& selection, LayerIndex layer, const Candidates& candidates) const;
+  void turn_ring(LayerIndex layer);
   void fetch_ahead(Work& work, LayerIndex layer, std::uint32_t position, std::uint64_t step);
   void retire();
   void rank();
 
+  Trace* trace() const { return tiers_.options().transfers.trace; }
   Policy policy() const { return tiers_.options().policy; }
   bool selects(LayerIndex layer) const {
     return tiers_.layer(layer).kind == LayerKind::kSelecting && policy() != Policy::kFull;
@@ -175,6 +178,7 @@ class Step {
   std::vector<Work> work_;
   std::size_t works_ = 0;  // of work_, in this step
   BlockList list_ahead_;
+  std::vector<BlockIndex> attended_;
   std::vector<KvBlockView> views_;
   std::vector<AttentionGroup> attention_groups_;
   std::vector<RankRequest> rank_requests_;

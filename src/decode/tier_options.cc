@@ -52,6 +52,18 @@ Result<Correction> parse_correction(const std::string& text) {
               text);
 }
 
+Result<std::optional<std::uint32_t>> parse_residency(const std::string& text) {
+  if (text == "auto") return std::nullopt;
+  if (text == "all") return UINT32_MAX;
+  if (text == "none") return 0;
+  std::uint32_t layers = 0;
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, layers);
+  if (!text.empty() && error == std::errc() && stop == end) return layers;
+  return fail(ErrorCode::kInvalidArgument, "--residency {}: write auto, all, none or a number of layers",
+              text);
+}
+
 Result<FarChoice> parse_far(const std::string& text) {
   if (text == "none") return FarChoice{};
   if (text == "host") return FarChoice{.kind = FarKind::kHost, .directory = {}, .make_port = {}};

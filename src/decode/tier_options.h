@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "base/error.h"
@@ -54,6 +55,9 @@ struct FarChoice {
   /// Of kCustom: a port over that many bytes. For tests.
   std::function<std::unique_ptr<Port>(std::uint64_t bytes)> make_port;
 };
+/// "all", "none", "auto" (nothing is returned) or a number of layers
+Result<std::optional<std::uint32_t>> parse_residency(const std::string& text);
+
 /// "none", "host" or "file:DIR"
 Result<FarChoice> parse_far(const std::string& text);
 
@@ -63,9 +67,16 @@ struct TierOptions {
   std::uint64_t near_bytes_max = 0;  // of all sequences and staging; 0: what near_tokens needs
   Policy policy = Policy::kPrevious;
   Correction correction;
-  std::uint32_t budget_tokens = 1024;   // selected per layer, beside the window
-  std::uint32_t sink_tokens = 32;       // the first tokens, always near
-  std::uint32_t recent_tokens = 256;    // the last tokens, always near
+  /// A token attends to every block that is near anyway, not to its selection alone. What is near depends on
+  /// when transfers end, so the last bits may differ from run to run with a far tier slower than memory.
+  bool attend_resident = false;
+  std::uint32_t budget_tokens = 1024;  // selected per layer, beside the window
+  std::uint32_t sink_tokens = 32;      // the first tokens, always near
+  std::uint32_t recent_tokens = 256;   // the last tokens, always near
+  /// How many selecting layers keep their selection near from step to step, the first ones; the others' goes
+  /// through a ring of `ring_sets` sets of slots. Not given: all, or as many as near_bytes_max allows.
+  std::optional<std::uint32_t> resident_layers;
+  std::uint32_t ring_sets = 2;          // at least 2: one is read while another is attended to
   std::uint32_t near_tokens = 0;        // places beside the window; 0: twice the budget
   std::uint32_t dense_layers = 0;       // the first layers that keep and attend to everything
   std::uint32_t staging_tokens = 1024;  // of each of the two halves through which older KV streams

@@ -13,10 +13,16 @@ Result<std::unique_ptr<Tiers>> Tiers::create(const MemoryPlan& plan, const TierO
   std::unique_ptr<Tiers> tiers(new Tiers(plan, options));
   NearTierOptions near_options{.geometry = plan.geometry,
                                .layer_slots = {},
+                               .layer_ring = {},
+                               .ring_sets = plan.ring_sets,
+                               .ring_set_slots = plan.ring_set_slots,
                                .shares = plan.sequences,
                                .staging_slots = plan.staging_slots,
                                .poison = options.poison};
-  for (const LayerPlan& layer : plan.layers) near_options.layer_slots.push_back(layer.slots);
+  for (const LayerPlan& layer : plan.layers) {
+    near_options.layer_slots.push_back(layer.slots);
+    near_options.layer_ring.push_back(layer.ring);
+  }
   auto near = NearTier::create(near_options);
   if (!near) return std::unexpected(near.error());
   tiers->near_ = std::move(*near);

@@ -26,6 +26,7 @@ NearTier::NearTier(const NearTierOptions& options) : options_(options) {
       if (index < layer_slots[layer]) slot_table_[layer_first_[layer] + index] = share_slots_++;
     }
   }
+  share_slots_ += options_.ring_sets * options_.ring_set_slots;
   for (std::uint32_t share = options_.shares; share > 0; --share)
     free_shares_.push_back(ShareIndex(share - 1));
   share_taken_.assign(options_.shares, false);
@@ -33,6 +34,7 @@ NearTier::NearTier(const NearTierOptions& options) : options_(options) {
 
 Result<std::unique_ptr<NearTier>> NearTier::create(const NearTierOptions& options) {
   std::uint64_t slots = options.staging_slots;
+  slots += std::uint64_t{options.ring_sets} * options.ring_set_slots * options.shares;
   for (const std::uint32_t count : options.layer_slots) slots += std::uint64_t{count} * options.shares;
   if (slots > UINT32_MAX) {
     return fail(ErrorCode::kInvalidArgument,

@@ -1,6 +1,8 @@
 // The near tier: one fixed arena of block-sized slots in fast memory, 4 KiB-aligned. Most slots belong to
 // shares, one share for each sequence: in it every layer has a fixed number of slots, so that no sequence can
-// take another's. The rest is staging, through which older KV streams.
+// take another's. Layers may have their selected blocks in a ring instead: a few sets of slots, each for
+// several layers in turn, so that they take no more for more layers. The rest is staging, through which older
+// KV streams.
 //
 // Address space for all slots is taken at start; the system gives memory when a slot is first written, so
 // what is resident is the most that has been in use so far, never above the arena. Which slot holds what is
@@ -22,10 +24,14 @@
 namespace dualdecoder {
 
 using ShareIndex = StrongInt<struct ShareIndexTag>;
+inline constexpr std::uint32_t kNoRing = UINT32_MAX;
 
 struct NearTierOptions {
   KvGeometry geometry = {};
-  std::vector<std::uint32_t> layer_slots;  // [layer], of one share
+  std::vector<std::uint32_t> layer_slots;      // [layer], of one share
+  std::vector<std::uint32_t> layer_ring = {};  // [layer] the set of the ring for its selection, or kNoRing
+  std::uint32_t ring_sets = 0;
+  std::uint32_t ring_set_slots = 0;  // of one set of one share
   std::uint32_t shares = 1;
   std::uint32_t staging_slots = 0;
   /// For tests: what is no longer valid is overwritten with NaN, so that reading it shows.
@@ -40,6 +46,11 @@ class NearTier {
 
   const KvGeometry& geometry() const { return options_.geometry; }
   std::uint32_t layer_slots(LayerIndex layer) const { return options_.layer_slots[layer.value]; }
+  std::uint32_t ring_of(LayerIndex layer) const {
+    return options_.layer_ring.empty() ? kNoRing : options_.layer_ring[layer.value];
+  }
+  std::uint32_t ring_sets() const { return options_.ring_sets; }
+  std::uint32_t ring_set_slots() const { return options_.ring_set_slots; }
   std::uint32_t staging_slots() const { return options_.staging_slots; }
 
   /// Nothing when every share is taken.
@@ -49,6 +60,11 @@ class NearTier {
   /// The index-th slot of a layer, index < layer_slots(layer).
   SlotIndex slot(ShareIndex share, LayerIndex layer, std::uint32_t index) const {
     return SlotIndex(share.value * share_slots_ + slot_table_[layer_first_[layer.value] + index]);
+  }
+  /// The index-th slot of a set of the ring, index < ring_set_slots().
+  SlotIndex ring_slot(ShareIndex share, std::uint32_t set, std::uint32_t index) const {
+    return SlotIndex(share.value * share_slots_ + static_cast<std::uint32_t>(slot_table_.size()) +
+                     set * options_.ring_set_slots + index);
   }
   SlotIndex staging_slot(std::uint32_t index) const {
     return SlotIndex(options_.shares * share_slots_ + index);

@@ -14,8 +14,10 @@
 //   held, clean -> free  drop
 //
 // What the next attention needs is kept by `want`: a block wanted in step s gives its slot away only in a
-// later step. Readable are held, writing and clean. Without a far tier blocks stay held. Owned by the engine
-// thread.
+// later step. Readable are held, writing and clean. Without a far tier blocks stay held.
+//
+// A layer's slots are a pool. Where its selection goes through the ring, selected blocks come into the pool
+// of that set of the ring, which other layers use in turn. Owned by the engine thread.
 #pragma once
 
 #include <cstdint>
@@ -30,6 +32,9 @@ namespace dualdecoder {
 
 enum class SlotState : std::uint8_t { kFree, kHeld, kWriting, kLoading, kClean };
 const char* slot_state_name(SlotState state);
+
+/// Of which pool a block takes a slot. The same one, unless the layer's selection goes through the ring.
+enum class PoolKind { kLayer, kSelection };
 
 class Residency {
  public:
@@ -52,14 +57,19 @@ class Residency {
     const SlotState s = state(layer, block);
     return s == SlotState::kHeld || s == SlotState::kWriting || s == SlotState::kClean;
   }
+  /// Adds the layer's clean blocks in [first, end) to `blocks`, in any order.
+  void list_clean(LayerIndex layer, BlockIndex first, BlockIndex end, std::vector<BlockIndex>& blocks) const;
   /// The block is near.
   SlotIndex slot(LayerIndex layer, BlockIndex block) const;
 
   /// A slot for a block that is not near: a free one, or that of the clean block wanted longest ago, if that
   /// was before `step`. Counts as wanted in `step`. Nothing when there is none.
-  std::optional<SlotIndex> try_take(LayerIndex layer, BlockIndex block, SlotState state, std::uint64_t step);
+  std::optional<SlotIndex> try_take(LayerIndex layer, BlockIndex block, SlotState state, std::uint64_t step,
+                                    PoolKind kind = PoolKind::kLayer);
   /// How many slots try_take would give out in `step`.
-  std::uint32_t takeable(LayerIndex layer, std::uint64_t step) const;
+  std::uint32_t takeable(LayerIndex layer, std::uint64_t step, PoolKind kind = PoolKind::kLayer) const;
+  /// Drops the clean blocks that the layer has in the ring: its attention is done.
+  void leave_ring(LayerIndex layer);
   /// Keeps a block from losing its slot in `step`; returns whether it is near.
   bool want(LayerIndex layer, BlockIndex block, std::uint64_t step);
   /// Takes back that it was wanted in `step`, not before.
@@ -79,6 +89,7 @@ class Residency {
   /// A mark for what is read on a guess; gone when taken, and with the slot.
   void mark_predicted(LayerIndex layer, BlockIndex block);
   bool take_predicted_mark(LayerIndex layer, BlockIndex block);
+  void forget_predicted_marks();
 
   /// The transfer that a loading or writing slot waits for, for whoever runs the transfers.
   std::uint32_t transfer(LayerIndex layer, BlockIndex block) const;
@@ -96,6 +107,7 @@ class Residency {
 
  private:
   struct Slot {
+    LayerIndex layer;
     BlockIndex block;
     std::uint32_t transfer = 0;
     std::uint64_t wanted = 0;  // the last step that did
@@ -108,19 +120,22 @@ class Residency {
   std::uint32_t place_of(LayerIndex layer, BlockIndex block) const {
     return places_[std::size_t{layer.value} * blocks_max_ + block.value];
   }
-  SlotIndex slot_at(LayerIndex layer, std::uint32_t place) const {
-    return near_.slot(share_, layer, place - layer_first_[layer.value]);
+  std::uint32_t pool_of(LayerIndex layer, PoolKind kind) const {
+    const std::uint32_t set = kind == PoolKind::kSelection ? near_.ring_of(layer) : kNoRing;
+    return set == kNoRing ? layer.value : geometry().layers + set;
   }
+  SlotIndex slot_at(LayerIndex layer, std::uint32_t place) const;
   Slot& slot_in(LayerIndex layer, BlockIndex block, SlotState expected);
-  void free(LayerIndex layer, std::uint32_t place);
+  void free(std::uint32_t pool, std::uint32_t place);
+  void free_block(LayerIndex layer, BlockIndex block);
 
   NearTier& near_;
   ShareIndex share_;
   std::uint32_t blocks_max_;
-  std::vector<Slot> slots_;                       // [layer, index]
-  std::vector<std::uint32_t> layer_first_;        // of slots_; one more than layers
+  std::vector<Slot> slots_;                       // [pool, index]; pools are layers, then sets of the ring
+  std::vector<std::uint32_t> pool_first_;         // of slots_; one more than pools
   std::vector<std::uint32_t> places_;             // [layer, block] -> index of slots_, or kNowhere
-  std::vector<std::vector<std::uint32_t>> free_;  // [layer] a stack of indices of slots_
+  std::vector<std::vector<std::uint32_t>> free_;  // [pool] a stack of indices of slots_
   std::uint32_t transfers_ = 0;
   std::optional<Error> error_;
 };

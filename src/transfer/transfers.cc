@@ -11,6 +11,8 @@ namespace {
 
 constexpr std::size_t kCompletionsAtOnce = 64;
 
+constexpr std::array<const char*, kLanes> kLaneNames = {"demand", "predicted", "write"};
+
 std::size_t index_of(Lane lane) { return static_cast<std::size_t>(lane); }
 
 }  // namespace
@@ -78,6 +80,8 @@ void Transfers::promote(const Residency& owner, LayerIndex layer, BlockIndex blo
   operation.lane = Lane::kDemand;
   waiting_[index_of(Lane::kDemand)].push_back(index);
   ++stats_.promoted;
+  const auto now = std::chrono::steady_clock::now();
+  trace("promoted", operation, now, now);
 }
 
 void Transfers::poll() {
@@ -194,19 +198,34 @@ void Transfers::end(const Completion& completion) {
   in_flight_bytes_[index_of(operation.lane)] -= operation.bytes;
   --in_flight_;
   TransferCounts& counts = operation.lane == Lane::kWrite ? stats_.writes : stats_.reads;
-  const auto spent = std::chrono::steady_clock::now() - operation.start;
+  const auto now = std::chrono::steady_clock::now();
+  const auto spent = now - operation.start;
   const auto ns =
       static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count());
   ++counts.copies;
   counts.bytes += operation.bytes;
   counts.ns += ns;
   counts.ns_max = std::max(counts.ns_max, ns);
+  trace(kLaneNames[index_of(operation.lane)], operation, operation.start, now);
   if (operation.lane == Lane::kWrite) {
     end_write(operation, completion.error);
   } else {
     end_read(operation, completion.error);
   }
   release(operation);
+}
+
+void Transfers::trace(const char* name, const Operation& operation, TraceEvent::Time start,
+                      TraceEvent::Time end) const {
+  if (options_.trace == nullptr) return;
+  const bool writes = operation.lane == Lane::kWrite;
+  options_.trace->add({.name = name,
+                       .track = writes ? kWriteTrack : kReadTrack,
+                       .start = start,
+                       .end = end,
+                       .step = -1,
+                       .layer = writes ? -1 : static_cast<std::int64_t>(operation.layer.value),
+                       .block = static_cast<std::int64_t>(operation.block.value)});
 }
 
 void Transfers::end_read(Operation& operation, int error) {

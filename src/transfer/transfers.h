@@ -15,6 +15,7 @@
 #include <deque>
 #include <vector>
 
+#include "base/trace.h"
 #include "kv/residency.h"
 #include "transfer/far_tier.h"
 
@@ -29,7 +30,10 @@ struct TransferOptions {
   /// A read that takes longer ends its sequence; a write that does fills the queue and then ends those who
   /// wait.
   std::chrono::nanoseconds deadline = std::chrono::seconds(5);
+  Trace* trace = nullptr;  // copies and promotions, on the tracks below
 };
+inline constexpr std::uint32_t kReadTrack = 1;
+inline constexpr std::uint32_t kWriteTrack = 2;
 
 struct TransferCounts {
   std::uint64_t copies = 0;
@@ -105,6 +109,7 @@ class Transfers {
   void end_write(Operation& operation, int error);
   void take_back(std::uint32_t index);
   void release(Operation& operation);
+  void trace(const char* name, const Operation& operation, TraceEvent::Time start, TraceEvent::Time end) const;
 
   FarTier& far_;
   TransferOptions options_;
