@@ -1,14 +1,17 @@
-// Choosing blocks by their digests: the exact scan against the groups, in f16 and int8, on one thread; and
-// what a block's digests take to make.
+// Choosing blocks by their digests: the exact scan against the groups, in f16 and int8; and what a block's
+// digests take to make.
 //
 // The shape is SmolLM2-135M's: 9 query heads, 3 KV heads of 64, 30 layers with digests of their own, 32
 // blocks chosen. Keys wander smoothly from token to token, queries stand near some of them and are new in
 // each round. Before each round as much memory is read as a model's weights take, so that digests come from
 // memory as they do between two steps. Printed are medians over the rounds, per layer and for all layers;
-// recall is that of the exact scan's blocks.
+// recall is that of the exact scan's blocks. Several threads take layer after layer, as in a step that ranks
+// many layers, and compete for the memory.
 //
 //   select_bench [--quick] [--target NAME] [--digest minmax|mean|principal] [--rounds N] [--count N]
+//                [--threads N] [--blocks N,...]
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -18,6 +21,7 @@
 #include <random>
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <CLI/CLI.hpp>
@@ -35,6 +39,8 @@ struct Options {
   bool quick = false;
   std::uint32_t rounds = 15;
   std::uint32_t count = 32;
+  std::uint32_t threads = 1;
+  std::vector<std::uint32_t> blocks = {256, 1024, 4096, 8192};
   std::string target = score_targets().front();
   std::string digest = "principal";
 
@@ -120,23 +126,44 @@ struct Run {
   std::vector<std::vector<BlockIndex>> blocks;  // [layer]
 };
 
-void choose(Data& data, Selector& selector, Choice choice, std::uint32_t count, Run& run) {
+/// Milliseconds from when all threads are there until the last of them has finished body(thread).
+template <typename Body>
+double time_on_threads(std::uint32_t threads, const Body& body) {
+  std::atomic<std::uint32_t> there = 0;
+  const auto begin = [&](std::uint32_t thread) {
+    for (++there; there < threads;) {  // spins, as the threads of a step do
+    }
+    body(thread);
+  };
+  std::vector<std::jthread> others;
+  for (std::uint32_t thread = 1; thread < threads; ++thread) others.emplace_back(begin, thread);
+  while (there + 1 < threads) {
+  }
+  const auto start = std::chrono::steady_clock::now();
+  begin(0);
+  others.clear();
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+}
+
+void choose(const Data& data, std::span<Selector> selectors, Choice choice, std::uint32_t count, Run& run) {
   const std::uint32_t layers = data.digests->geometry().layers;
   run.blocks.resize(layers);
-  run.bytes = 0;
-  const auto start = std::chrono::steady_clock::now();
-  for (LayerIndex layer(0); layer.value < layers; ++layer) {
-    const SelectRequest request = {.layer = layer,
-                                   .q = data.q.data() + std::size_t{layer.value} * kHeads * kHeadDim,
-                                   .heads = kHeads,
-                                   .scale = 1.0f / std::sqrt(float{kHeadDim}),
-                                   .end = BlockIndex(data.digests->blocks(layer)),
-                                   .count = count};
-    (selector.*choice)(*data.digests, request, run.blocks[layer.value]);
-    run.bytes += static_cast<double>(selector.bytes_read());
-  }
-  run.milliseconds =
-      std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+  std::atomic<std::uint32_t> next = 0;
+  std::atomic<std::size_t> bytes = 0;
+  run.milliseconds = time_on_threads(static_cast<std::uint32_t>(selectors.size()), [&](std::uint32_t thread) {
+    Selector& selector = selectors[thread];
+    for (LayerIndex layer(next++); layer.value < layers; layer = LayerIndex(next++)) {
+      const SelectRequest request = {.layer = layer,
+                                     .q = data.q.data() + std::size_t{layer.value} * kHeads * kHeadDim,
+                                     .heads = kHeads,
+                                     .scale = 1.0f / std::sqrt(float{kHeadDim}),
+                                     .end = BlockIndex(data.digests->blocks(layer)),
+                                     .count = count};
+      (selector.*choice)(*data.digests, request, run.blocks[layer.value]);
+      bytes += selector.bytes_read();
+    }
+  });
+  run.bytes = static_cast<double>(bytes);
 }
 
 double recall(const Run& found, const Run& wanted) {
@@ -155,7 +182,7 @@ double recall(const Run& found, const Run& wanted) {
 bool compare(std::uint32_t layers, std::uint32_t blocks, const DigestOptions& digest, const Options& options,
              std::span<std::uint64_t> weights) {
   Data data(layers, blocks, digest);
-  Selector selector;
+  std::vector<Selector> selectors(options.threads);
   Run flat;
   Run groups;
   std::vector<double> flat_ms;
@@ -164,9 +191,9 @@ bool compare(std::uint32_t layers, std::uint32_t blocks, const DigestOptions& di
   for (std::uint32_t round = 0; round <= options.rounds; ++round) {
     data.draw_queries();
     for (std::uint64_t& x : weights) ++x;
-    choose(data, selector, &Selector::select, options.count, groups);
+    choose(data, selectors, &Selector::select, options.count, groups);
     for (std::uint64_t& x : weights) ++x;
-    choose(data, selector, &Selector::select_flat, options.count, flat);
+    choose(data, selectors, &Selector::select_flat, options.count, flat);
     if (round == 0) continue;  // grows the scratch memory
     flat_ms.push_back(flat.milliseconds);
     group_ms.push_back(groups.milliseconds);
@@ -209,16 +236,14 @@ void measure_add(const DigestOptions& digest, const Options& options) {
 
 int run(const Options& options) {
   force_score_target(options.target);
-  std::printf("1 thread, %s, %s, %u blocks chosen, medians of %u rounds\n", options.target.c_str(),
-              options.digest.c_str(), options.count, options.rounds);
+  std::printf("threads: %u, %s, %s, %u blocks chosen, medians of %u rounds\n", options.threads,
+              options.target.c_str(), options.digest.c_str(), options.count, options.rounds);
   std::printf("blocks  type    scan  us/layer   all ms    least  MB read   GB/s  recall\n");
   std::vector<std::uint64_t> weights((options.quick ? kWeightBytes / 32 : kWeightBytes) / 8);
   const std::uint32_t layers = options.quick ? 2 : 30;
   bool agree = true;
   for (const DigestType type : {DigestType::kF16, DigestType::kInt8}) {
-    const std::vector<std::uint32_t> sizes =
-        options.quick ? std::vector<std::uint32_t>{1024} : std::vector<std::uint32_t>{256, 1024, 4096, 8192};
-    for (const std::uint32_t blocks : sizes) {
+    for (const std::uint32_t blocks : options.blocks) {
       agree = compare(layers, blocks, {.kind = options.kind(), .type = type}, options, weights) && agree;
     }
   }
@@ -240,7 +265,10 @@ int main(int argc, char** argv) {
   app.add_option("--digest", options.digest)->check(CLI::IsMember({"minmax", "mean", "principal"}));
   CLI::Option* rounds = app.add_option("--rounds", options.rounds)->check(CLI::PositiveNumber);
   app.add_option("--count", options.count, "Blocks chosen")->check(CLI::PositiveNumber);
+  app.add_option("--threads", options.threads)->check(CLI::Range(1, 64));
+  CLI::Option* blocks = app.add_option("--blocks", options.blocks, "Blocks to choose from")->delimiter(',');
   CLI11_PARSE(app, argc, argv);
   if (options.quick && rounds->count() == 0) options.rounds = 3;
+  if (options.quick && blocks->count() == 0) options.blocks = {1024};
   return dualdecoder::run(options);
 }

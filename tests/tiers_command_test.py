@@ -1,5 +1,6 @@
 """Far tiers from the command line: what `run`, `plan` and `eval` print and refuse, and what is left on the disk."""
 
+import itertools
 import json
 import os
 import re
@@ -130,6 +131,23 @@ def test_eval_finds_no_divergence_when_every_block_is_selected_and_some_when_few
         assert rows[policy, 16]["kl_mean"] > 1e-6
     covered = rows["oracle", 16]
     assert 0 < covered["coverage_digest"] <= covered["coverage_oracle"] + 1e-9 <= 1.01
+
+
+def test_eval_compares_each_of_its_lists_with_every_other_and_a_wider_window_is_closer(tiny, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(LONG_PROMPT * 3)
+    result = dualdecoder(
+        "eval", "-m", tiny, "-t", 1, "--kl", "-f", text, "-c", 900, "-n", 8, "--policy", "reactive", "--budget", "16",
+        "--block-size", 16, "--digest", "mean,principal", "--digest-type", "f16,int8", "--sink-tokens", "0,16",
+        "--recent-tokens", "32,880", "-o", "json",
+    )
+    assert result.code == 0, result.stderr
+    names = ("digest", "digest_type", "sink_tokens", "recent_tokens")
+    rows = {tuple(row[name] for name in names): row["kl_mean"] for row in json.loads(result.stdout)}
+    assert sorted(rows) == sorted(itertools.product(("mean", "principal"), ("f16", "int8"), (0, 16), (32, 880)))
+    for digest, digest_type, sinks, recent in rows:
+        if recent == 32:
+            assert rows[digest, digest_type, 16, 880] < rows[digest, digest_type, sinks, recent]
 
 
 def test_eval_needs_to_be_told_what_and_a_text_that_is_long_enough(tiny, tmp_path):

@@ -236,5 +236,25 @@ TEST_P(EveryBlockSelected, GivesTheBitsOfAllNearUnderAnyLatencyAndOrderOfComplet
   }
 }
 
+TEST_F(TiersTest, ANarrowerWindowGivesTheBitsOfAnEngineMadeWithItAndAWiderOneIsRefused) {
+  load("llama");
+  const Script script = make_script(std::vector{400U}, 24, 1);
+  for (const Policy policy : kEveryPolicy) {
+    SCOPED_TRACE(policy_name(policy));
+    EngineOptions options = base_options(1, 16);
+    options.tiers.far.kind = FarKind::kHost;
+    options.tiers.policy = policy;
+    options.tiers.budget_tokens = 64;
+    const Outcome reference = play(*engine(options), script);
+    options.tiers.sink_tokens = 48;
+    options.tiers.recent_tokens = 200;
+    const auto narrowed = engine(options);
+    EXPECT_FALSE(narrowed->set_window(49, 64));
+    EXPECT_FALSE(narrowed->set_window(16, 201));
+    ASSERT_TRUE(narrowed->set_window(16, 64));
+    expect_same_bits(play(*narrowed, script), reference);
+  }
+}
+
 }  // namespace
 }  // namespace dualdecoder

@@ -2,7 +2,7 @@
 //
 // The text's first -c tokens are the context; the next -n tokens are decoded one by one, each with the true
 // token put in (teacher-forced). Reference are the logits of the same model with all KV near. The prompt is
-// computed once per block size and digest; every policy and budget then decodes over that same KV.
+// computed once per block size and digest; every window, policy and budget then decodes over that same KV.
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -31,14 +31,25 @@ struct EvalOptions {
   std::vector<std::uint32_t> budgets = {512, 1024, 2048};
   std::vector<std::uint32_t> blocks = {32};
   std::vector<std::string> digests = {"principal"};
+  std::vector<std::string> digest_types = {"f16"};
+  std::vector<std::uint32_t> sinks = {TierOptions{}.sink_tokens};
+  std::vector<std::uint32_t> recents = {TierOptions{}.recent_tokens};
   std::string output = "md";
 };
 
-struct Row {
-  std::string digest = {};
+/// One of each list.
+struct Choice {
   std::uint32_t block_tokens = 0;
+  std::string digest = {};
+  std::string digest_type = {};
+  std::uint32_t sink_tokens = 0;
+  std::uint32_t recent_tokens = 0;
   std::string policy = {};
   std::uint32_t budget = 0;
+};
+
+struct Row {
+  Choice choice = {};
   double kl_mean = 0.0;
   double kl_p99 = 0.0;
   double same_top = 0.0;  // share of positions
@@ -79,8 +90,11 @@ class Eval {
     if (Status status = compute_reference(); !status) return std::unexpected(status.error());
     for (const std::uint32_t block : options_.blocks) {
       for (const std::string& digest : options_.digests) {
-        if (Status status = run_engine(block, digest); !status) return std::unexpected(status.error());
-        if (interrupted()) return std::move(rows_);
+        for (const std::string& type : options_.digest_types) {
+          const Choice choice{.block_tokens = block, .digest = digest, .digest_type = type};
+          if (Status status = run_engine(choice); !status) return std::unexpected(status.error());
+          if (interrupted()) return std::move(rows_);
+        }
       }
     }
     return std::move(rows_);
@@ -153,51 +167,70 @@ class Eval {
     return decoded ? Status{} : std::unexpected(decoded.error());
   }
 
-  Status run_engine(std::uint32_t block, const std::string& digest) {
+  Status run_engine(Choice choice) {
     EngineOptions options = engine_options_;
-    options.block_tokens = block;
+    options.block_tokens = choice.block_tokens;
     TierChoices choices = options_.tiers;
-    choices.digest = digest;
+    choices.digest = choice.digest;
+    choices.digest_type = choice.digest_type;
     if (choices.far == "none") choices.far = "host";
     choices.policy = "previous-layer";  // an engine that can change to any
     choices.budget = *std::max_element(options_.budgets.begin(), options_.budgets.end());
+    choices.sink_tokens = *std::max_element(options_.sinks.begin(), options_.sinks.end());
+    choices.recent_tokens = *std::max_element(options_.recents.begin(), options_.recents.end());
     if (Status status = choose_tiers(choices, options); !status) return status;
     options.tiers.measure_coverage = true;
     const auto engine = make_engine(options);
     if (!engine) return std::unexpected(engine.error());
     const auto sequence = (*engine)->new_sequence();
     if (!sequence) return std::unexpected(sequence.error());
-    const std::string name = fmt::format("blocks of {}, {}", block, digest);
+    const std::string name =
+        fmt::format("blocks of {}, {} {}", choice.block_tokens, choice.digest, choice.digest_type);
     if (Status status = prefill(**engine, **sequence, name + ": text"); !status) return status;
-    for (const std::string& policy : options_.policies) {
-      for (const std::uint32_t budget : options_.budgets) {
-        if (Status status = measure(**engine, **sequence, policy, budget); !status) return status;
+    for (const std::uint32_t sinks : options_.sinks) {
+      for (const std::uint32_t recent : options_.recents) {
+        choice.sink_tokens = sinks;
+        choice.recent_tokens = recent;
+        if (Status status = measure_selections(**engine, **sequence, choice); !status) return status;
         if (interrupted()) return {};
-        rows_.back().block_tokens = block;
-        rows_.back().digest = digest;
-        if (Status status = (*sequence)->truncate(options_.context); !status) return status;
       }
     }
     return {};
   }
 
-  Status measure(Engine& engine, Sequence& sequence, const std::string& name, std::uint32_t budget) {
-    const auto policy = parse_policy(name);
+  Status measure_selections(Engine& engine, Sequence& sequence, Choice choice) {
+    if (Status status = engine.set_window(choice.sink_tokens, choice.recent_tokens); !status) return status;
+    for (const std::string& policy : options_.policies) {
+      for (const std::uint32_t budget : options_.budgets) {
+        choice.policy = policy;
+        choice.budget = budget;
+        if (Status status = measure(engine, sequence, choice); !status) return status;
+        if (interrupted()) return {};
+        if (Status status = sequence.truncate(options_.context); !status) return status;
+      }
+    }
+    return {};
+  }
+
+  Status measure(Engine& engine, Sequence& sequence, const Choice& choice) {
+    const auto policy = parse_policy(choice.policy);
     if (!policy) return std::unexpected(policy.error());
-    if (Status status = engine.set_selection(*policy, budget); !status) return status;
+    if (Status status = engine.set_selection(*policy, choice.budget); !status) return status;
     const Coverage before = engine.coverage();
     std::vector<double> kl;
     std::size_t same = 0;
+    const std::string name = fmt::format("{}, window {} + {}, budget {}", choice.policy, choice.sink_tokens,
+                                         choice.recent_tokens, choice.budget);
     const DraftKind guesses = *policy == Policy::kDual ? DraftKind::kSelf : DraftKind::kNone;
     const std::vector<LayerRecall> recall(engine.recall().begin(), engine.recall().end());
-    const auto decoded = decode(engine, sequence, guesses, fmt::format("{}, budget {}", name, budget),
-                                [&](std::uint32_t i, const LogProbabilities& row) {
-                                  kl.push_back(kl_divergence(reference_[i], row));
-                                  same += likeliest(reference_[i]) == likeliest(row);
-                                });
+    const auto decoded =
+        decode(engine, sequence, guesses, name, [&](std::uint32_t i, const LogProbabilities& row) {
+          kl.push_back(kl_divergence(reference_[i], row));
+          same += likeliest(reference_[i]) == likeliest(row);
+        });
     if (!decoded) return std::unexpected(decoded.error());
     if (interrupted()) return {};  // the row is not complete
-    Row row{.policy = name, .budget = budget, .draft = *decoded};
+    Row row{.choice = choice, .draft = *decoded};
     for (std::size_t i = 0; i < recall.size(); ++i) {
       const auto selected = static_cast<double>(engine.recall()[i].selected - recall[i].selected);
       const auto predicted = static_cast<double>(engine.recall()[i].predicted - recall[i].predicted);
@@ -241,13 +274,15 @@ void print_markdown(const std::vector<Row>& rows, const EvalOptions& options) {
   fmt::print("{}, {}: {} positions after {} tokens, commit {}\n\n", options.model.model, options.file,
              options.positions, options.context, DUALDECODER_COMMIT);
   fmt::print(
-      "| block | digest | policy | budget | mean KL | KL p99 | same top token | predicted | attention "
-      "covered: "
-      "oracle / digest / previous query |\n|---|---|---|---|---|---|---|---|---|\n");
+      "| block | digest | sinks | recent | policy | budget | mean KL | KL p99 | same top token | predicted | "
+      "attention covered: oracle / digest / previous query "
+      "|\n|---|---|---|---|---|---|---|---|---|---|---|\n");
   for (const Row& row : rows) {
-    fmt::print("| {} | {} | {} | {} | {:.4f} | {:.3f} | {:.1f} % | {} | {} |\n", row.block_tokens, row.digest,
-               row.policy, row.budget, row.kl_mean, row.kl_p99, row.same_top * 100.0, recall_text(row),
-               coverage_text(row));
+    const Choice& choice = row.choice;
+    fmt::print("| {} | {} {} | {} | {} | {} | {} | {:.4f} | {:.3f} | {:.1f} % | {} | {} |\n",
+               choice.block_tokens, choice.digest, choice.digest_type, choice.sink_tokens,
+               choice.recent_tokens, choice.policy, choice.budget, row.kl_mean, row.kl_p99,
+               row.same_top * 100.0, recall_text(row), coverage_text(row));
   }
 }
 
@@ -258,10 +293,13 @@ void print_json(const std::vector<Row>& rows, const EvalOptions& options) {
                                    {"text", options.file},
                                    {"context", options.context},
                                    {"positions", options.positions},
-                                   {"block_tokens", row.block_tokens},
-                                   {"digest", row.digest},
-                                   {"policy", row.policy},
-                                   {"budget", row.budget},
+                                   {"block_tokens", row.choice.block_tokens},
+                                   {"digest", row.choice.digest},
+                                   {"digest_type", row.choice.digest_type},
+                                   {"sink_tokens", row.choice.sink_tokens},
+                                   {"recent_tokens", row.choice.recent_tokens},
+                                   {"policy", row.choice.policy},
+                                   {"budget", row.choice.budget},
                                    {"kl_mean", row.kl_mean},
                                    {"kl_p99", row.kl_p99},
                                    {"same_top", row.same_top},
@@ -310,7 +348,8 @@ void add_eval_command(CLI::App& app, int& exit_code) {
   CLI::App* command = app.add_subcommand("eval", "Measure how close decoding stays to full attention");
   add_model_options(*command, options->model);
   add_tier_options(*command, options->tiers, false);
-  for (const char* one : {"--block-size", "--budget", "--digest"})
+  for (const char* one :
+       {"--block-size", "--budget", "--digest", "--digest-type", "--sink-tokens", "--recent-tokens"})
     command->remove_option(command->get_option(one));  // lists here
   command->add_flag("--kl", options->kl,
                     "Divergence of the next token's distribution from full attention, teacher-forced");
@@ -336,6 +375,16 @@ void add_eval_command(CLI::App& app, int& exit_code) {
   command->add_option("--digest", options->digests, "Digests to compare")
       ->delimiter(',')
       ->check(CLI::IsMember({"minmax", "mean", "principal"}))
+      ->capture_default_str();
+  command->add_option("--digest-type", options->digest_types, "Number formats of digests to compare")
+      ->delimiter(',')
+      ->check(CLI::IsMember({"f16", "int8"}))
+      ->capture_default_str();
+  command->add_option("--sink-tokens", options->sinks, "Numbers of first tokens that are always near")
+      ->delimiter(',')
+      ->capture_default_str();
+  command->add_option("--recent-tokens", options->recents, "Numbers of last tokens that are always near")
+      ->delimiter(',')
       ->capture_default_str();
   command->add_option("-o,--output", options->output, "Format of the table")
       ->capture_default_str()

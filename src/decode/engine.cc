@@ -118,6 +118,15 @@ Status Engine::set_selection(Policy policy, std::uint32_t budget_tokens) {
   return {};
 }
 
+Status Engine::set_window(std::uint32_t sink_tokens, std::uint32_t recent_tokens) {
+  if (sink_tokens > options_.tiers.sink_tokens || recent_tokens > options_.tiers.recent_tokens) {
+    return fail(ErrorCode::kInvalidArgument, "a window of {} + {} tokens is more than the {} + {} planned",
+                sink_tokens, recent_tokens, options_.tiers.sink_tokens, options_.tiers.recent_tokens);
+  }
+  tiers_->set_window(sink_tokens, recent_tokens);
+  return {};
+}
+
 Status Engine::check(const Sequence& sequence, std::span<const TokenId> tokens) const {
   if (sequence.error()) return std::unexpected(*sequence.error());
   if (tokens.empty()) return fail(ErrorCode::kInvalidArgument, "no tokens to decode");

@@ -61,6 +61,9 @@ class Engine {
   /// a policy that this engine was not made for: a selecting one after kFull or without a far tier,
   /// kPreviousLayer unless made with it.
   Status set_selection(Policy policy, std::uint32_t budget_tokens);
+  /// The same with the first and the last tokens, which are always near. kInvalidArgument for more of either
+  /// than the engine was made with.
+  Status set_window(std::uint32_t sink_tokens, std::uint32_t recent_tokens);
 
   const Model& model() const { return model_; }
   const EngineOptions& options() const { return options_; }

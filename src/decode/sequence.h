@@ -41,7 +41,7 @@ class Sequence {
   /// that was then cut back to them would be. Full pages are shared, so it takes no far memory but a page for
   /// a last block that is not full; what is near here is near there, too, as far as it has room. Waits for
   /// this sequence's transfers. On an error there is no new sequence, and what this one holds is as before:
-  /// kOutOfMemory when the engine has no place or no page left; a read that failed; error().
+  /// that the engine has no place left, that of FarTier::take_page, of a read that failed, or error().
   Result<std::unique_ptr<Sequence>> fork(std::uint32_t tokens);
   /// Waits for the transfers in flight.
   ~Sequence();
@@ -53,9 +53,9 @@ class Sequence {
   /// What a transfer of this sequence ended with. It can then only be destroyed.
   const std::optional<Error>& error() const { return residency_->error(); }
 
-  /// Forgets everything from position `tokens` on; there are at least that many. May read one page. Needs a
-  /// page of its own where it cuts one that is shared: kOutOfMemory when there is none, and then nothing has
-  /// changed. Any other error is error().
+  /// Forgets everything from position `tokens` on; there are at least that many. May read one page. Where it
+  /// cuts a page that is shared it needs one of its own: without one it returns the error of
+  /// FarTier::take_page and nothing has changed. Any other error is error().
   Status truncate(std::uint32_t tokens);
 
   // For the engine and the step.

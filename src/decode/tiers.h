@@ -30,6 +30,10 @@ class Tiers {
     options_.policy = policy;
     plan_.budget_blocks = budget_blocks;
   }
+  void set_window(std::uint32_t sink_tokens, std::uint32_t recent_tokens) {
+    options_.recent_tokens = recent_tokens;
+    plan_.sink_blocks = geometry().blocks_for(sink_tokens);
+  }
   const KvGeometry& geometry() const { return plan_.geometry; }
   const LayerPlan& layer(LayerIndex layer) const { return plan_.layers[layer.value]; }
   bool tiered() const { return far_ != nullptr; }
