@@ -178,6 +178,13 @@ TEST_P(Dual, WritesTheTextOfAllNearForEveryDraftCorrectionAndAccept) {
   }
 }
 
+TEST_P(Dual, WritesTheTextOfAllNearWhateverIsChosenByCost) {
+  EngineOptions options = dual_options(3, kTierContext);
+  options.tiers.policy = Policy::kAuto;
+  options.draft.kind = DraftKind::kNgram;
+  expect_same_texts(write(*engine(*model_, options), 0.8f), write(*engine(*model_, plain_options(3)), 0.8f));
+}
+
 TEST_P(Dual, WritesTheTextOfAllNearFromEveryFarTierUnderAnyLatency) {
   const auto expected = write(*engine(*model_, plain_options(3)), 0.8f);
   EngineOptions options = dual_options(3, kTierContext);

@@ -388,7 +388,8 @@ void add_bench_command(CLI::App& app, int& exit_code) {
   add_tier_options(*command, options->tiers, false);
   command
       ->add_option("--far", options->far,
-                   "Far tiers to measure: none (all KV near), host (memory), file:DIR (a file in DIR)")
+                   "Far tiers to measure: none (all KV near), host (memory), file:DIR (a file in DIR), "
+                   "link:BANDWIDTH@MICROSECONDS (memory made as slow)")
       ->delimiter(',')
       ->capture_default_str()
       ->type_name("TIER,...");

@@ -49,10 +49,12 @@ void add_tier_options(CLI::App& command, TierChoices& choices, bool one_engine) 
   };
   if (one_engine) {
     text("--far", choices.far,
-         "Where the whole KV cache lies: none (all of it near), host (memory), file:DIR (a file in DIR)",
+         "Where the whole KV cache lies: none (all of it near), host (memory), file:DIR (a file in DIR); "
+         "link:BANDWIDTH@MICROSECONDS (memory made as slow as a link, to try policies)",
          "TIER");
     text("--policy", choices.policy,
-         "What brings blocks near: previous, dual, reactive, last-set, previous-layer, full, oracle", "NAME");
+         "What brings blocks near: previous, dual, auto, reactive, last-set, previous-layer, full, oracle",
+         "NAME");
   }
   text("--correct", choices.correct,
        "Rank each layer again with the token's own query, and wait for what is missing: none, miss (every "
@@ -67,7 +69,7 @@ void add_tier_options(CLI::App& command, TierChoices& choices, bool one_engine) 
       ->check(CLI::IsMember({"selected", "resident"}));
   text("--draft", choices.draft,
        "Where a guess of the next token comes from after a wrong one: self (an extra pass), ngram (the text "
-       "before), keep (the row behind the wrong one), none; auto: self with the policy dual",
+       "before), keep (the row behind the wrong one), none; auto: self with the policy dual, ngram with auto",
        "NAME");
   command
       .add_flag("--accept", choices.accept,
@@ -173,7 +175,9 @@ Status choose_tiers(const TierChoices& choices, EngineOptions& options) {
   if (!correction) return std::unexpected(correction.error());
   tiers.correction = *correction;
   tiers.attend_resident = choices.attend == "resident";
-  const std::string own_draft = tiers.policy == Policy::kDual ? "self" : "none";
+  const std::string own_draft = tiers.policy == Policy::kDual   ? "self"
+                                : tiers.policy == Policy::kAuto ? "ngram"
+                                                                : "none";
   const auto draft = parse_draft(choices.draft == "auto" ? own_draft : choices.draft);
   if (!draft) return std::unexpected(draft.error());
   if (choices.accept && *draft == DraftKind::kNone)

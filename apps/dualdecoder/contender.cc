@@ -4,8 +4,10 @@
 #include <utility>
 #include <vector>
 
+#include "base/clock.h"
 #include "command.h"
 #include "decode/draft.h"
+#include "decode/policy_chooser.h"
 #include "decode/sampler.h"
 
 namespace dualdecoder {
@@ -85,8 +87,11 @@ class Ours final : public Contender {
   Status step(std::span<Decoding> all) {
     groups_.clear();
     members_.clear();
+    const Stopwatch watch;
+    std::uint32_t committed = 0;
     for (Decoding& one : all) {
       if (one.left == 0) continue;
+      if (policy_ == Policy::kAuto) one.draft.use(draft_of(chooser_.way()));
       members_.push_back(&one);
       groups_.push_back(one.draft.next(*one.sequence, one.newest, one.left > 1));
     }
@@ -100,10 +105,12 @@ class Ours final : public Contender {
         const TokenId token = likeliest(from);
         if (drawn_as == DrawnAs::kGuess) return std::optional(token);
         one.newest = token;
+        ++committed;
         return --one.left > 0 ? std::optional(token) : std::nullopt;
       });
       row += groups_[i].logits_rows() * engine_->model().vocabulary().size();
     }
+    chooser_.note(watch.seconds(), committed);
     return {};
   }
 
@@ -116,6 +123,7 @@ class Ours final : public Contender {
   std::vector<StepGroup> groups_;
   std::vector<Decoding*> members_;  // of groups_
   DraftStats drafts_;
+  PolicyChooser chooser_;  // for Policy::kAuto
 };
 
 class Peer final : public Contender {

@@ -221,16 +221,21 @@ nlohmann::ordered_json tiers_report(const Engine& engine) {
           {"write_errors", transfers.write_errors}};
 }
 
-void print_closing_line(const Generation& generation, const Outcome& outcome, const Engine& engine) {
+std::string choice_figures(const Generator& generator) {
+  return generator.chooser() == nullptr ? "" : fmt::format(" | auto: {}", generator.chooser()->reason());
+}
+
+void print_closing_line(const Generator& generator, const Generation& generation, const Outcome& outcome,
+                        const Engine& engine) {
   fmt::print(stderr,
              "prompt {} tokens in {:.1f} s, {:.0f} tokens/s | answer {} tokens, {:.1f} tokens/s ({}) | near "
-             "KV {}{}{} | "
+             "KV {}{}{}{} | "
              "tokens {}{}\n",
              outcome.prefilled, outcome.prefill_s, rate(outcome.prefilled, outcome.prefill_s),
              generation.tokens().size(), rate(decoded_tokens(generation), outcome.decode_s),
              finish_reason_name(generation.finish_reason()),
              format_bytes(static_cast<double>(near_bytes(engine))), far_figures(engine),
-             draft_figures(generation.draft_stats()), token_hash(generation),
+             draft_figures(generation.draft_stats()), choice_figures(generator), token_hash(generation),
              outcome.seed ? fmt::format(" | seed {}", *outcome.seed) : "");
 }
 
@@ -376,7 +381,7 @@ Status run(const RunOptions& options, FinishReason& finish_reason) {
   if (files->trace) files->trace->clear();
   if (Status status = decode(generator, **generation, outcome); !status) return status;
 
-  print_closing_line(**generation, outcome, **engine);
+  print_closing_line(generator, **generation, outcome, **engine);
   finish_reason = (*generation)->finish_reason();
   if (Status status = close_outputs(*files, **generation, outcome, **engine); !status) return status;
   if (finish_reason == FinishReason::kError) return std::unexpected((*generation)->error());

@@ -22,7 +22,7 @@ DraftStats& DraftStats::operator+=(const DraftStats& other) {
 }
 
 void Draft::remember(TokenId token) {
-  if (options_.kind == DraftKind::kNgram) history_.push_back(token);
+  if (keeps_history_) history_.push_back(token);
 }
 
 StepGroup Draft::next(Sequence& sequence, const TokenId& newest, bool may_guess) {

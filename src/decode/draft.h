@@ -6,6 +6,8 @@
 // guess has decoded what the next one is drawn from, so the chain stays one token ahead. A wrong guess breaks
 // it: what the speculated row says then follows a token that never was.
 //
+// In a batch whose way of decoding is chosen by cost (Policy::kAuto), use() follows the choice.
+//
 //   const StepGroup group = draft.next(sequence, newest);
 //   ... engine.step(...) ...
 //   draft.take(sequence, logits, draw);    // draws the next token, or two, or a guess alone
@@ -42,7 +44,11 @@ class Draft {
   using Draw = std::function<std::optional<TokenId>(std::span<const float> logits, std::uint32_t position,
                                                     DrawnAs drawn_as)>;
 
-  Draft(Engine& engine, const DraftOptions& options) : engine_(engine), options_(options) {}
+  Draft(Engine& engine, const DraftOptions& options)
+      : engine_(engine), options_(options), keeps_history_(options.kind == DraftKind::kNgram) {}
+
+  /// For the steps to come. N-grams are only found if it was made for them.
+  void use(const DraftOptions& options) { options_ = options; }
 
   /// A token of the prompt, or drawn: what n-grams are looked up in.
   void remember(TokenId token);
@@ -59,7 +65,8 @@ class Draft {
 
   Engine& engine_;
   DraftOptions options_;
-  std::vector<TokenId> history_;  // only for n-grams
+  bool keeps_history_;
+  std::vector<TokenId> history_;
   std::optional<TokenId> guess_;
   bool primes_ = false;         // the group of next() does
   std::uint32_t position_ = 0;  // of the token that its first logits are for

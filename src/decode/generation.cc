@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/clock.h"
 
 namespace dualdecoder {
 namespace {
@@ -62,7 +63,9 @@ void Generation::finish(FinishReason reason) {
 Generator::Generator(Engine& engine)
     : engine_(engine),
       end_tokens_(find_end_tokens(engine.model().vocabulary())),
-      scratch_(static_cast<std::int32_t>(engine.model().vocabulary().size())) {}
+      scratch_(static_cast<std::int32_t>(engine.model().vocabulary().size())) {
+  if (engine.options().tiers.policy == Policy::kAuto) chooser_.emplace();
+}
 
 Result<std::unique_ptr<Generation>> Generator::start(std::vector<TokenId> prompt, GenerationOptions options) {
   const Vocabulary& vocabulary = engine_.model().vocabulary();
@@ -112,6 +115,21 @@ Status Generator::prefill(Generation& generation, const Engine::Progress& progre
 }
 
 Status Generator::step(std::span<Generation* const> running) {
+  if (!chooser_) return run_step(running);
+  const auto tokens = [&] {
+    std::size_t count = 0;
+    for (const Generation* generation : running) count += generation->tokens_.size();
+    return count;
+  };
+  for (Generation* generation : running) generation->draft_.use(draft_of(chooser_->way()));
+  const std::size_t before = tokens();
+  const Stopwatch watch;
+  Status status = run_step(running);
+  chooser_->note(watch.seconds(), static_cast<std::uint32_t>(tokens() - before));
+  return status;
+}
+
+Status Generator::run_step(std::span<Generation* const> running) {
   groups_.clear();
   members_.clear();
   for (Generation* generation : running) {

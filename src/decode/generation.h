@@ -20,6 +20,7 @@
 #include "base/error.h"
 #include "decode/draft.h"
 #include "decode/engine.h"
+#include "decode/policy_chooser.h"
 #include "decode/sampler.h"
 #include "decode/text_assembler.h"
 
@@ -92,8 +93,11 @@ class Generator {
   /// two where a guess was accepted. All are running and prefilled. An error means that nothing has changed;
   /// what goes wrong with one of them alone ends that one as kError.
   Status step(std::span<Generation* const> running);
+  /// Null unless the engine's policy is kAuto.
+  const PolicyChooser* chooser() const { return chooser_ ? &*chooser_ : nullptr; }
 
  private:
+  Status run_step(std::span<Generation* const> running);
   std::optional<TokenId> draw(Generation& generation, std::span<const float> logits);
   std::optional<TokenId> guess(const Generation& generation, std::span<const float> logits,
                                std::uint32_t position);
@@ -101,6 +105,7 @@ class Generator {
   Engine& engine_;
   std::vector<TokenId> end_tokens_;
   SamplerScratch scratch_;
+  std::optional<PolicyChooser> chooser_;
   std::vector<StepGroup> groups_;
   std::vector<Generation*> members_;  // of groups_
 };

@@ -7,14 +7,17 @@
 
 #include <fmt/ranges.h>
 
+#include "base/units.h"
+
 namespace dualdecoder {
 namespace {
 
-constexpr std::array<std::pair<Policy, const char*>, 7> kPolicies = {
+constexpr std::array<std::pair<Policy, const char*>, 8> kPolicies = {
     {{Policy::kFull, "full"},
      {Policy::kReactive, "reactive"},
      {Policy::kLastSet, "last-set"},
      {Policy::kPrevious, "previous"},
+     {Policy::kAuto, "auto"},
      {Policy::kDual, "dual"},
      {Policy::kPreviousLayer, "previous-layer"},
      {Policy::kOracle, "oracle"}}};
@@ -67,11 +70,26 @@ Result<std::optional<std::uint32_t>> parse_residency(const std::string& text) {
 Result<FarChoice> parse_far(const std::string& text) {
   if (text == "none") return FarChoice{};
   if (text == "host") return FarChoice{.kind = FarKind::kHost, .directory = {}, .make_port = {}};
-  const std::string prefix = "file:";
-  if (text.starts_with(prefix) && text.size() > prefix.size()) {
-    return FarChoice{.kind = FarKind::kFile, .directory = text.substr(prefix.size()), .make_port = {}};
+  const std::string file = "file:";
+  if (text.starts_with(file) && text.size() > file.size()) {
+    return FarChoice{.kind = FarKind::kFile, .directory = text.substr(file.size()), .make_port = {}};
   }
-  return fail(ErrorCode::kInvalidArgument, "--far {}: write none, host or file:DIRECTORY", text);
+  const std::string link = "link:";
+  const std::size_t at = text.rfind('@');
+  if (text.starts_with(link) && at != std::string::npos) {
+    const auto bandwidth = parse_size(std::string_view(text).substr(link.size(), at - link.size()));
+    const auto latency_us = parse_size(std::string_view(text).substr(at + 1));
+    if (bandwidth && *bandwidth > 0 && latency_us && *latency_us <= 1'000'000) {
+      return FarChoice{.kind = FarKind::kHost,
+                       .directory = {},
+                       .link = Link{.bytes_per_s = static_cast<double>(*bandwidth),
+                                    .latency = std::chrono::microseconds(*latency_us)},
+                       .make_port = {}};
+    }
+  }
+  return fail(ErrorCode::kInvalidArgument,
+              "--far {}: write none, host, file:DIRECTORY, or link:BANDWIDTH@MICROSECONDS as in link:2GiB@50",
+              text);
 }
 
 }  // namespace dualdecoder

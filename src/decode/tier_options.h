@@ -9,7 +9,7 @@
 
 #include "base/error.h"
 #include "select/digest.h"
-#include "transfer/port.h"
+#include "transfer/paced_port.h"
 #include "transfer/transfers.h"
 
 namespace dualdecoder {
@@ -20,6 +20,7 @@ enum class Policy {
   kReactive,       // ranked by the row's own query; attention waits for what is not near
   kLastSet,        // the set last ranked, renewed every kLastSetSteps steps
   kPrevious,       // ranked by the previous token's query; the reads overlap the rest of the step
+  kAuto,           // kPrevious or kDual, or guesses that are accepted, as PolicyChooser finds
   kDual,           // ranked by the query of a guess that is decoded beside the previous token; else the same
   kPreviousLayer,  // ranked by the layer's query as the layer before can guess it; the reads overlap that
                    // layer
@@ -29,10 +30,11 @@ inline constexpr std::uint32_t kLastSetSteps = 16;
 
 /// Whether a step reads ahead for the next one.
 inline bool predicts(Policy policy) {
-  return policy == Policy::kLastSet || policy == Policy::kPrevious || policy == Policy::kDual;
+  return policy == Policy::kLastSet || policy == Policy::kPrevious || policy == Policy::kDual ||
+         policy == Policy::kAuto;
 }
 
-/// "full", "reactive", "last-set", "previous", "dual", "previous-layer", "oracle"
+/// "full", "reactive", "last-set", "previous", "auto", "dual", "previous-layer", "oracle"
 const char* policy_name(Policy policy);
 /// kInvalidArgument lists the names.
 Result<Policy> parse_policy(const std::string& name);
@@ -51,14 +53,15 @@ enum class FarKind { kNone, kHost, kFile, kCustom };
 
 struct FarChoice {
   FarKind kind = FarKind::kNone;
-  std::string directory;  // of kFile
+  std::string directory;          // of kFile
+  std::optional<Link> link = {};  // of kHost: as slow as that
   /// Of kCustom: a port over that many bytes. For tests.
   std::function<std::unique_ptr<Port>(std::uint64_t bytes)> make_port;
 };
 /// "all", "none", "auto" (nothing is returned) or a number of layers
 Result<std::optional<std::uint32_t>> parse_residency(const std::string& text);
 
-/// "none", "host" or "file:DIR"
+/// "none", "host", "file:DIR", or "link:BANDWIDTH@MICROSECONDS" for memory behind a link
 Result<FarChoice> parse_far(const std::string& text);
 
 struct TierOptions {

@@ -15,7 +15,7 @@ TEST(ParsePolicy, KnowsEveryNameThatPolicyNameGivesAndListsThemForAnother) {
   const auto unknown = parse_policy("quantum");
   ASSERT_FALSE(unknown);
   for (const Policy policy : {Policy::kFull, Policy::kReactive, Policy::kLastSet, Policy::kPrevious,
-                              Policy::kDual, Policy::kPreviousLayer, Policy::kOracle}) {
+                              Policy::kAuto, Policy::kDual, Policy::kPreviousLayer, Policy::kOracle}) {
     const auto parsed = parse_policy(policy_name(policy));
     ASSERT_TRUE(parsed) << policy_name(policy);
     EXPECT_EQ(*parsed, policy);
@@ -35,6 +35,22 @@ TEST(ParseCorrection, ReadsTheThresholdAndRefusesWhatIsNotACosine) {
     const auto refused = parse_correction(text);
     ASSERT_FALSE(refused) << text;
     EXPECT_THAT(refused.error().message, AllOf(HasSubstr("--correct"), HasSubstr("cosine:T")));
+  }
+}
+
+TEST(ParseFar, ReadsTheLinkAndRefusesWhatHasNoBandwidth) {
+  const auto link = parse_far("link:2GiB@50");
+  ASSERT_TRUE(link) << link.error().message;
+  EXPECT_EQ(link->kind, FarKind::kHost);
+  EXPECT_EQ(link->link->bytes_per_s, 2.0 * (1U << 30));
+  EXPECT_EQ(link->link->latency, std::chrono::microseconds(50));
+  EXPECT_FALSE(parse_far("host")->link);
+  EXPECT_EQ(parse_far("file:/data")->directory, "/data");
+  for (const char* text : {"", "file:", "link:", "link:@", "link:0@5", "link:1GiB", "link:1GiB@-3",
+                           "link:x@5", "link:1GiB@2000000", "disk"}) {
+    const auto refused = parse_far(text);
+    ASSERT_FALSE(refused) << text;
+    EXPECT_THAT(refused.error().message, AllOf(HasSubstr("file:DIRECTORY"), HasSubstr("link:2GiB@50")));
   }
 }
 

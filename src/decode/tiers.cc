@@ -58,7 +58,7 @@ Status Tiers::open_far(std::uint64_t weights_hash) {
     case FarKind::kHost: {
       auto host = make_host_port(plan_.far_bytes);
       if (!host) return std::unexpected(host.error());
-      port = std::move(*host);
+      port = options_.far.link ? make_paced_port(std::move(*host), *options_.far.link) : std::move(*host);
       options.verify = false;
       break;
     }

@@ -23,6 +23,11 @@ class FixedQueue {
     ++count_;
   }
 
+  const T& front() const {
+    DD_CHECK(count_ > 0, "queue is empty");
+    return values_[first_];
+  }
+
   T pop() {
     DD_CHECK(count_ > 0, "queue is empty");
     const T value = values_[first_];

@@ -10,6 +10,7 @@
 
 #include "transfer/file_port.h"
 #include "transfer/host_port.h"
+#include "transfer/paced_port.h"
 #include "transfer/port_testing.h"
 #include "transfer/simulated_port.h"
 
@@ -21,7 +22,7 @@ constexpr std::uint32_t kFarUnits = 512;
 constexpr std::uint32_t kNearUnits = 256;
 constexpr std::uint32_t kDepth = 32;
 
-enum class PortType { kHost, kSimulated, kUring, kUringUnregistered, kThreads };
+enum class PortType { kHost, kPaced, kSimulated, kUring, kUringUnregistered, kThreads };
 
 class PortContract : public testing::TestWithParam<PortType> {
  protected:
@@ -29,6 +30,10 @@ class PortContract : public testing::TestWithParam<PortType> {
     switch (GetParam()) {
       case PortType::kHost:
         port_ = *make_host_port(kFarUnits * kUnit, kDepth);
+        break;
+      case PortType::kPaced:
+        port_ = make_paced_port(*make_host_port(kFarUnits * kUnit, kDepth),
+                                {.bytes_per_s = 1e9, .latency = std::chrono::microseconds(20)});
         break;
       case PortType::kSimulated:
         port_ = std::make_unique<SimulatedPort>(
@@ -263,13 +268,13 @@ TEST_P(PortContract, MayBeDestroyedWithCopiesInFlight) {
 }
 
 std::string port_type_name(const testing::TestParamInfo<PortType>& info) {
-  constexpr std::array kNames = {"Host", "Simulated", "Uring", "UringUnregistered", "Threads"};
+  constexpr std::array kNames = {"Host", "Paced", "Simulated", "Uring", "UringUnregistered", "Threads"};
   return kNames[static_cast<std::size_t>(info.param)];
 }
 
 INSTANTIATE_TEST_SUITE_P(All, PortContract,
-                         testing::Values(PortType::kHost, PortType::kSimulated, PortType::kUring,
-                                         PortType::kUringUnregistered, PortType::kThreads),
+                         testing::Values(PortType::kHost, PortType::kPaced, PortType::kSimulated,
+                                         PortType::kUring, PortType::kUringUnregistered, PortType::kThreads),
                          port_type_name);
 
 TEST(HostPort, ReadsZerosWhereNothingWasWritten) {
@@ -285,6 +290,21 @@ TEST(HostPort, RefusesMoreThanTheAddressSpace) {
   const auto port = make_host_port(std::uint64_t{1} << 60);
   ASSERT_FALSE(port);
   EXPECT_EQ(port.error().code, ErrorCode::kOutOfMemory);
+}
+
+TEST(PacedPort, TakesAtLeastTheLinksTimeForTheBytesOneAfterTheOther) {
+  using std::chrono::microseconds;
+  AlignedMemory near(8 * kUnit);
+  const auto port = make_paced_port(*make_host_port(8 * kUnit),
+                                    {.bytes_per_s = 8.0 * kUnit / 0.004, .latency = microseconds(3000)});
+  const auto start = std::chrono::steady_clock::now();
+  for (std::uint64_t i = 0; i < 8; ++i) submit(*port, CopyKind::kWrite, i * kUnit, near.unit(i), i);
+  std::array<Completion, 8> completions;
+  EXPECT_EQ(port->wait(completions, microseconds(100)), 0U);
+  std::size_t done = 0;
+  while (done < 8) done += port->wait(std::span(completions).subspan(done), std::chrono::seconds(5));
+  EXPECT_GE(std::chrono::steady_clock::now() - start, microseconds(4000 + 3000));
+  for (std::uint64_t i = 0; i < 8; ++i) EXPECT_EQ(completions[i].tag, i);
 }
 
 TEST(PortDeathTest, CopyThatBreaksTheContractIsOurMistake) {

@@ -109,7 +109,8 @@ class Transfers {
   void end_write(Operation& operation, int error);
   void take_back(std::uint32_t index);
   void release(Operation& operation);
-  void trace(const char* name, const Operation& operation, TraceEvent::Time start, TraceEvent::Time end) const;
+  void trace(const char* name, const Operation& operation, TraceEvent::Time start,
+             TraceEvent::Time end) const;
 
   FarTier& far_;
   TransferOptions options_;
