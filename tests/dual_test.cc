@@ -278,7 +278,6 @@ TEST_P(Dual, NoLayerOfTheRingMissesAPredictedBlock) {
   write(*ring, 0.0f);
   EXPECT_GT(ring->stats().blocks_predicted, 0U);
   EXPECT_LT(ring->stats().blocks_missed, ring->stats().blocks_predicted / 10);  // before anything was ranked
-  EXPECT_EQ(ring->stats().bytes_streamed, 0U);
 }
 
 TEST_P(Dual, GuessesUpToTheLastTokenOfTheContext) {

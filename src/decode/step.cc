@@ -192,11 +192,16 @@ void Step::keep_window_near(const Work& work, std::uint32_t position, LayerIndex
   for (BlockIndex block = candidates.end; block.value < end; ++block) residency.want(layer, block, step);
 }
 
-// A selection that has no room is streamed, and keeps nothing.
+// A selection that has no room is streamed, and keeps nothing. Where selections go through the ring, what a
+// layer still has of its former window may go, since tokens need these slots.
 void Step::keep_selection_near(const Work& work, LayerIndex layer, std::uint64_t step) const {
   const Selection& selection = work.sequence->selection(layer);
   if (!selection.valid || selection.blocks.size() > tiers_.plan().selection_slots(layer)) return;
-  for (const BlockIndex block : selection.blocks) work.sequence->residency().want(layer, block, step);
+  Residency& residency = work.sequence->residency();
+  const bool resident = tiers_.layer(layer).ring == kNoRing;
+  for (const BlockIndex block : selection.blocks) {
+    if (resident || residency.in_ring(layer, block)) residency.want(layer, block, step);
+  }
 }
 
 // ---- append

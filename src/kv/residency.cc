@@ -171,9 +171,8 @@ void Residency::free(std::uint32_t pool, std::uint32_t place) {
 }
 
 void Residency::free_block(LayerIndex layer, BlockIndex block) {
-  const std::uint32_t place = place_of(layer, block);
-  const bool in_ring = place >= pool_first_[geometry().layers];
-  free(pool_of(layer, in_ring ? PoolKind::kSelection : PoolKind::kLayer), place);
+  const PoolKind kind = in_ring(layer, block) ? PoolKind::kSelection : PoolKind::kLayer;
+  free(pool_of(layer, kind), place_of(layer, block));
 }
 
 void Residency::begin_write(LayerIndex layer, BlockIndex block) {

@@ -53,6 +53,11 @@ class Residency {
     return place == kNowhere ? SlotState::kFree : slots_[place].state;
   }
   bool near(LayerIndex layer, BlockIndex block) const { return place_of(layer, block) != kNowhere; }
+  /// It is near, in a slot of the ring.
+  bool in_ring(LayerIndex layer, BlockIndex block) const {
+    const std::uint32_t place = place_of(layer, block);
+    return place != kNowhere && place >= pool_first_[geometry().layers];
+  }
   bool readable(LayerIndex layer, BlockIndex block) const {
     const SlotState s = state(layer, block);
     return s == SlotState::kHeld || s == SlotState::kWriting || s == SlotState::kClean;
