@@ -5,8 +5,8 @@
 #include <cmath>
 #include <limits>
 
-#include "attention/f16.h"
 #include "base/check.h"
+#include "base/f16.h"
 #include "base/file.h"
 #include "select/score.h"
 
