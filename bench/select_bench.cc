@@ -26,8 +26,8 @@
 
 #include <CLI/CLI.hpp>
 
-#include "attention/f16.h"
 #include "base/check.h"
+#include "base/f16.h"
 #include "base/statistics.h"
 #include "select/score.h"
 #include "select/select.h"

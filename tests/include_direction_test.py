@@ -9,7 +9,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # A file may include its own module and those of earlier lines; modules on one line do not know each other.
 LAYERS = [
     {"base"},
-    {"kv"},
+    {"kv", "products"},
     {"attention"},
     {"model", "select", "transfer", "peer"},
     {"decode"},

@@ -12,7 +12,7 @@
 
 #include <gtest/gtest.h>
 
-#include "attention/f16.h"
+#include "base/f16.h"
 
 namespace dualdecoder {
 namespace {

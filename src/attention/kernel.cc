@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "attention/f16.h"
+#include "base/f16.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "attention/kernel.cc"

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "attention/f16.h"
+#include "base/f16.h"
 
 namespace dualdecoder {
 

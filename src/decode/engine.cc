@@ -4,8 +4,8 @@
 #include <cstring>
 #include <random>
 
-#include "attention/f16.h"
 #include "base/check.h"
+#include "base/f16.h"
 #include "base/clock.h"
 
 namespace dualdecoder {

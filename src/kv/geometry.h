@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/f16.h"
 #include "base/strong_int.h"
 
 namespace dualdecoder {
@@ -21,8 +22,6 @@ using BlockIndex = StrongInt<struct BlockIndexTag>;
 using SlotIndex = StrongInt<struct SlotIndexTag>;
 /// A place in the far tier for the blocks of all layers for the same tokens.
 using PageIndex = StrongInt<struct PageIndexTag>;
-
-using f16_bits = std::uint16_t;
 
 /// Blocks begin at multiples of this in both tiers, so that direct I/O can move them.
 inline constexpr std::size_t kBlockAlignment = 4096;

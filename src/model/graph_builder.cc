@@ -1,17 +1,57 @@
 #include "model/graph_builder.h"
 
-namespace dualdecoder {
+#include "base/check.h"
 
-ggml_tensor* GraphBuilder::product(ggml_tensor* weight, ggml_tensor* x) const {
+namespace dualdecoder {
+namespace {
+
+// The functions of the custom nodes, called once on every thread.
+
+void quantise_part(ggml_tensor* to, int thread, int threads, void* /*user*/) {
+  const ggml_tensor* from = to->src[0];
+  const std::int64_t blocks = ggml_nelements(from) / kBlockInputs;
+  const std::int64_t first = blocks * thread / threads;
+  const std::int64_t last = blocks * (thread + 1) / threads;
+  quantise_activations(static_cast<const float*>(from->data) + first * kBlockInputs,
+                       static_cast<std::size_t>(last - first),
+                       static_cast<ActivationBlock*>(to->data) + first);
+}
+
+void multiply_part(ggml_tensor* to, int thread, int threads, void* matrix) {
+  multiply(*static_cast<const PackedMatrix*>(matrix), static_cast<const ActivationBlock*>(to->src[0]->data),
+           static_cast<std::uint32_t>(to->ne[1]), static_cast<std::uint32_t>(thread),
+           static_cast<std::uint32_t>(threads), static_cast<float*>(to->data));
+}
+
+}  // namespace
+
+ggml_tensor* GraphBuilder::quantised(ggml_tensor* x) {
+  for (const auto& [from, bytes] : quantised_) {
+    if (from == x) return bytes;
+  }
+  DD_CHECK(x->type == GGML_TYPE_F32 && ggml_is_contiguous(x) && ggml_is_matrix(x), "{}", x->name);
+  const auto row_bytes = static_cast<std::int64_t>(activation_bytes(static_cast<std::size_t>(x->ne[0])));
+  ggml_tensor* bytes = ggml_custom_4d(context_, GGML_TYPE_I8, row_bytes, x->ne[1], 1, 1, &x, 1, quantise_part,
+                                      GGML_N_TASKS_MAX, nullptr);
+  quantised_.emplace_back(x, bytes);
+  return bytes;
+}
+
+ggml_tensor* GraphBuilder::product(const Matrix* weight, ggml_tensor* x) {
   const std::int64_t rows = x->ne[1];
-  if (!batch_invariant_ || rows == 1) return ggml_mul_mat(context_, weight, x);
+  if (weight->tensor == nullptr) {
+    ggml_tensor* bytes = quantised(x);
+    return ggml_custom_4d(context_, GGML_TYPE_F32, weight->packed.outputs, rows, 1, 1, &bytes, 1,
+                          multiply_part, GGML_N_TASKS_MAX, const_cast<PackedMatrix*>(&weight->packed));
+  }
+  if (!batch_invariant_ || rows == 1) return ggml_mul_mat(context_, weight->tensor, x);
   // Rows along the third dimension: ggml then takes one matrix-vector product after the other.
   ggml_tensor* planes = ggml_reshape_3d(context_, x, x->ne[0], 1, rows);
-  ggml_tensor* result = ggml_mul_mat(context_, weight, planes);
+  ggml_tensor* result = ggml_mul_mat(context_, weight->tensor, planes);
   return ggml_reshape_2d(context_, result, result->ne[0], rows);
 }
 
-ggml_tensor* GraphBuilder::product(ggml_tensor* weight, ggml_tensor* bias, ggml_tensor* x) const {
+ggml_tensor* GraphBuilder::product(const Matrix* weight, ggml_tensor* bias, ggml_tensor* x) {
   ggml_tensor* result = product(weight, x);
   return bias == nullptr ? result : ggml_add(context_, result, bias);
 }

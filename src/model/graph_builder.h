@@ -1,13 +1,16 @@
 // The pieces that architectures build their graphs from: thin names over ggml operations, with the model's
-// constants filled in. Holds no state but the ggml context that the tensors are made in. Shapes are in ggml's
-// order (fastest dimension first).
+// constants filled in. One builder makes one graph, in the ggml context that it is given. Shapes are in
+// ggml's order (fastest dimension first).
 #pragma once
 
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 #include <ggml.h>
 
 #include "model/hyperparameters.h"
+#include "model/weights.h"
 
 namespace dualdecoder {
 
@@ -20,11 +23,12 @@ class GraphBuilder {
 
   ggml_context* context() const { return context_; }
 
-  /// weight [inputs, outputs] times x [inputs, rows] -> [outputs, rows]. When batch-invariant, each row is a
-  /// product of its own: ggml's kernels for several rows sum in another order than those for one.
-  ggml_tensor* product(ggml_tensor* weight, ggml_tensor* x) const;
+  /// weight [inputs, outputs] times x [inputs, rows] -> [outputs, rows]. Packed weights give each row the
+  /// same bits in any company. ggml's kernels for several rows sum in another order than those for one: when
+  /// batch-invariant, each row is a product of its own.
+  ggml_tensor* product(const Matrix* weight, ggml_tensor* x);
   /// The same plus a bias, if there is one.
-  ggml_tensor* product(ggml_tensor* weight, ggml_tensor* bias, ggml_tensor* x) const;
+  ggml_tensor* product(const Matrix* weight, ggml_tensor* bias, ggml_tensor* x);
 
   /// Root mean square norm over the first dimension, times `scale` (Zhang & Sennrich 2019).
   ggml_tensor* rms_norm(ggml_tensor* x, ggml_tensor* scale) const;
@@ -39,10 +43,14 @@ class GraphBuilder {
   ggml_tensor* add(ggml_tensor* a, ggml_tensor* b) const { return ggml_add(context_, a, b); }
 
  private:
+  /// x [inputs, rows] as bytes [activation_bytes(inputs), rows]; made once for all products of x.
+  ggml_tensor* quantised(ggml_tensor* x);
+
   ggml_context* context_;
   const Hyperparameters& model_;
   ggml_tensor* positions_;
   bool batch_invariant_;
+  std::vector<std::pair<ggml_tensor*, ggml_tensor*>> quantised_;  // x, and x quantised
 };
 
 }  // namespace dualdecoder

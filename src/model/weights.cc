@@ -1,6 +1,7 @@
 #include "model/weights.h"
 
 #include <algorithm>
+#include <optional>
 
 #include <ggml-cpu.h>
 
@@ -26,6 +27,31 @@ std::vector<ggml_backend_buffer_type_t> extra_buffer_types() {
   return types;
 }
 
+constexpr std::size_t kPackedAlignment = 64;
+
+std::optional<WeightFormat> weight_format(ggml_type type) {
+  switch (type) {
+    case GGML_TYPE_Q4_0:
+      return WeightFormat::kQ4_0;
+    case GGML_TYPE_Q4_1:
+      return WeightFormat::kQ4_1;
+    case GGML_TYPE_Q5_0:
+      return WeightFormat::kQ5_0;
+    case GGML_TYPE_Q5_1:
+      return WeightFormat::kQ5_1;
+    case GGML_TYPE_Q8_0:
+      return WeightFormat::kQ8_0;
+    case GGML_TYPE_Q4_K:
+      return WeightFormat::kQ4_K;
+    case GGML_TYPE_Q5_K:
+      return WeightFormat::kQ5_K;
+    case GGML_TYPE_Q6_K:
+      return WeightFormat::kQ6_K;
+    default:
+      return std::nullopt;
+  }
+}
+
 ggml_context_ptr tensor_context(std::size_t tensors) {
   return ggml_context_ptr(
       ggml_init({.mem_size = tensors * ggml_tensor_overhead(), .mem_buffer = nullptr, .no_alloc = true}));
@@ -35,12 +61,23 @@ ggml_context_ptr tensor_context(std::size_t tensors) {
 
 Weights::Weights(const GgufFile& file) : file_(file), extra_types_(extra_buffer_types()) {}
 
-ggml_tensor* Weights::product(const std::string& name, std::int64_t inputs, std::int64_t outputs) {
-  return record(name, {inputs, outputs}, Role::kProduct);
+const Matrix* Weights::product(const std::string& name, std::int64_t inputs, std::int64_t outputs) {
+  const GgufTensor* entry = find(name, {inputs, outputs}, Role::kProduct);
+  if (entry == nullptr) return nullptr;
+  Matrix& matrix = matrices_.emplace_back();
+  if (const auto format = weight_format(entry->type)) {
+    matrix.packed = {.format = *format,
+                     .inputs = static_cast<std::uint32_t>(inputs),
+                     .outputs = static_cast<std::uint32_t>(outputs)};
+    packed_.emplace_back(&matrix.packed, entry);
+  } else {
+    matrix.tensor = record(*entry, repacked_type_for(*entry));
+  }
+  return &matrix;
 }
 
-ggml_tensor* Weights::product_or(const std::string& name, const std::string& fallback, std::int64_t inputs,
-                                 std::int64_t outputs) {
+const Matrix* Weights::product_or(const std::string& name, const std::string& fallback, std::int64_t inputs,
+                                  std::int64_t outputs) {
   return product(file_.find_tensor(name) != nullptr ? name : fallback, inputs, outputs);
 }
 
@@ -56,7 +93,8 @@ ggml_tensor* Weights::optional_vector(const std::string& name, std::int64_t elem
   return file_.find_tensor(name) == nullptr ? nullptr : vector(name, elements);
 }
 
-ggml_tensor* Weights::record(const std::string& name, std::initializer_list<std::int64_t> shape, Role role) {
+const GgufTensor* Weights::find(const std::string& name, std::initializer_list<std::int64_t> shape,
+                                Role role) {
   if (!first_error_) return nullptr;
   const GgufTensor* entry = file_.find_tensor(name);
   if (entry == nullptr) {
@@ -77,12 +115,20 @@ ggml_tensor* Weights::record(const std::string& name, std::initializer_list<std:
                         role == Role::kVector ? "f32" : "f32, f16, bf16 or a quantised type");
     return nullptr;
   }
-  Pool& pool = pool_for(role == Role::kProduct ? repacked_type_for(*entry) : nullptr);
-  ggml_tensor* tensor =
-      ggml_new_tensor(pool.context.get(), entry->type, static_cast<int>(shape.size()), wanted.data());
-  ggml_set_name(tensor, name.c_str());
-  pool.tensors.emplace_back(tensor, entry);
+  return entry;
+}
+
+ggml_tensor* Weights::record(const GgufTensor& entry, ggml_backend_buffer_type_t type) {
+  Pool& pool = pool_for(type);
+  ggml_tensor* tensor = ggml_new_tensor(pool.context.get(), entry.type, GGML_MAX_DIMS, entry.shape.data());
+  ggml_set_name(tensor, entry.name.c_str());
+  pool.tensors.emplace_back(tensor, &entry);
   return tensor;
+}
+
+ggml_tensor* Weights::record(const std::string& name, std::initializer_list<std::int64_t> shape, Role role) {
+  const GgufTensor* entry = find(name, shape, role);
+  return entry == nullptr ? nullptr : record(*entry, nullptr);
 }
 
 // ggml's kernels end the process on a type they have no code for.
@@ -130,34 +176,64 @@ Status Weights::load(const std::function<void(std::size_t, std::size_t)>& progre
   for (const auto& pool : pools_) {
     for (const auto& [tensor, entry] : pool->tensors) total += entry->bytes;
   }
+  for (const auto& [matrix, entry] : packed_) total += entry->bytes;
   std::size_t done = 0;
+  const auto advance = [&](std::size_t bytes) {
+    done += bytes;
+    progress(done, total);
+  };
+  for (const auto& pool : pools_) {
+    if (Status status = load_pool(*pool, advance); !status) return status;
+  }
+  return load_packed(advance);
+}
+
+Status Weights::load_pool(Pool& pool, const std::function<void(std::size_t)>& done) {
   const MappedFile& mapping = file_.mapping();
   auto* base = const_cast<std::byte*>(mapping.data());
-  for (const auto& pool : pools_) {
-    if (pool->type == nullptr) {
-      pool->buffer.reset(ggml_backend_cpu_buffer_from_ptr(base, mapping.bytes()));
+  if (pool.type == nullptr) {
+    pool.buffer.reset(ggml_backend_cpu_buffer_from_ptr(base, mapping.bytes()));
+  } else {
+    pool.buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(pool.context.get(), pool.type));
+  }
+  if (!pool.buffer)
+    return fail(ErrorCode::kOutOfMemory, "{}: not enough memory for the weights", file_.path());
+  for (const auto& [tensor, entry] : pool.tensors) {
+    if (pool.type == nullptr) {
+      const ggml_status status = ggml_backend_tensor_alloc(pool.buffer.get(), tensor, base + entry->offset);
+      DD_CHECK(status == GGML_STATUS_SUCCESS, "{}", entry->name);
+      mapped_bytes_ += entry->bytes;
     } else {
-      pool->buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(pool->context.get(), pool->type));
+      ggml_backend_tensor_set(tensor, base + entry->offset, 0, entry->bytes);
+      mapping.drop_pages(entry->offset, entry->bytes);
+      repacked_bytes_ += entry->bytes;
     }
-    if (!pool->buffer) {
-      return fail(ErrorCode::kOutOfMemory, "{}: not enough memory for {} bytes of weights", file_.path(),
-                  total);
-    }
-    for (const auto& [tensor, entry] : pool->tensors) {
-      if (pool->type == nullptr) {
-        const ggml_status status =
-            ggml_backend_tensor_alloc(pool->buffer.get(), tensor, base + entry->offset);
-        DD_CHECK(status == GGML_STATUS_SUCCESS, "{}", entry->name);
-        mapped_bytes_ += entry->bytes;
-      } else {
-        ggml_backend_tensor_set(tensor, base + entry->offset, 0, entry->bytes);
-        mapping.drop_pages(entry->offset, entry->bytes);
-        repacked_bytes_ += entry->bytes;
-      }
-      done += entry->bytes;
-      progress(done, total);
-    }
-    ggml_backend_buffer_set_usage(pool->buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    done(entry->bytes);
+  }
+  ggml_backend_buffer_set_usage(pool.buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+  return {};
+}
+
+Status Weights::load_packed(const std::function<void(std::size_t)>& done) {
+  const auto aligned_bytes = [](const PackedMatrix& matrix) {
+    return (matrix.bytes() + kPackedAlignment - 1) / kPackedAlignment * kPackedAlignment;
+  };
+  std::size_t bytes = 0;
+  for (const auto& [matrix, entry] : packed_) bytes += aligned_bytes(*matrix);
+  if (bytes == 0) return {};
+  packed_memory_ = AnonymousMemory::map(bytes);
+  if (packed_memory_.data() == nullptr) {
+    return fail(ErrorCode::kOutOfMemory, "{}: not enough memory for {} bytes of weights", file_.path(),
+                bytes);
+  }
+  std::byte* to = packed_memory_.data();
+  for (const auto& [matrix, entry] : packed_) {
+    pack_panels(*matrix, file_.mapping().data() + entry->offset, 0, matrix->panels(), to);
+    file_.mapping().drop_pages(entry->offset, entry->bytes);
+    matrix->data = to;
+    to += aligned_bytes(*matrix);
+    repacked_bytes_ += aligned_bytes(*matrix);
+    done(entry->bytes);
   }
   return {};
 }

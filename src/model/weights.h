@@ -1,6 +1,7 @@
-// The tensors of a model where the matrix products read them. As in libllama, a matrix goes into one of the
-// CPU backend's repacked buffers when that backend has a faster product for its type, and stays memory-mapped
-// otherwise; norms, biases and the embedding table always stay mapped.
+// The tensors of a model where the matrix products read them. A matrix in one of the formats of
+// products/products.h is packed for these. Any other goes, as in libllama, into one of the CPU backend's
+// repacked buffers when that backend has a faster product for its type, and stays memory-mapped otherwise.
+// Norms, biases and the embedding table always stay mapped.
 //
 // Use in two phases: an architecture asks for its tensors by name and shape (product, vector, ...), which
 // only records them; then load() allocates, repacks and makes their data valid. The first tensor that is
@@ -9,6 +10,7 @@
 #pragma once
 
 #include <cstddef>
+#include <deque>
 #include <functional>
 #include <initializer_list>
 #include <memory>
@@ -19,20 +21,28 @@
 #include <ggml-cpp.h>
 #include <ggml.h>
 
+#include "base/anonymous_memory.h"
 #include "base/error.h"
 #include "model/gguf_file.h"
+#include "products/products.h"
 
 namespace dualdecoder {
+
+/// A matrix [inputs, outputs] for products, in one of two forms.
+struct Matrix {
+  ggml_tensor* tensor = nullptr;  // for ggml's products; null if packed for ours
+  PackedMatrix packed;            // its data is null until load()
+};
 
 class Weights {
  public:
   explicit Weights(const GgufFile& file);
 
-  /// A matrix [inputs, outputs] for products; may be repacked.
-  ggml_tensor* product(const std::string& name, std::int64_t inputs, std::int64_t outputs);
+  /// A matrix [inputs, outputs] for products. Owned by the weights.
+  const Matrix* product(const std::string& name, std::int64_t inputs, std::int64_t outputs);
   /// The same matrix under a second role: `name` if the file has it, otherwise `fallback` (tied embeddings).
-  ggml_tensor* product_or(const std::string& name, const std::string& fallback, std::int64_t inputs,
-                          std::int64_t outputs);
+  const Matrix* product_or(const std::string& name, const std::string& fallback, std::int64_t inputs,
+                           std::int64_t outputs);
   /// A table of which single rows are read.
   ggml_tensor* table(const std::string& name, std::int64_t width, std::int64_t rows);
   /// A norm's scale or a bias.
@@ -43,7 +53,7 @@ class Weights {
   /// Makes every recorded tensor valid. `progress` is called with bytes done of bytes in all.
   Status load(const std::function<void(std::size_t, std::size_t)>& progress);
 
-  /// Bytes in repacked buffers (resident memory beside the mapped file).
+  /// Bytes of packed matrices and in ggml's repacked buffers (resident memory beside the mapped file).
   std::size_t repacked_bytes() const { return repacked_bytes_; }
   /// Bytes of mapped tensors in use.
   std::size_t mapped_bytes() const { return mapped_bytes_; }
@@ -58,14 +68,21 @@ class Weights {
 
   enum class Role { kProduct, kTable, kVector };
 
+  const GgufTensor* find(const std::string& name, std::initializer_list<std::int64_t> shape, Role role);
+  ggml_tensor* record(const GgufTensor& entry, ggml_backend_buffer_type_t type);
   ggml_tensor* record(const std::string& name, std::initializer_list<std::int64_t> shape, Role role);
   static bool has_operation(ggml_type type, Role role);
   Pool& pool_for(ggml_backend_buffer_type_t type);
   ggml_backend_buffer_type_t repacked_type_for(const GgufTensor& tensor) const;
+  Status load_pool(Pool& pool, const std::function<void(std::size_t)>& done);
+  Status load_packed(const std::function<void(std::size_t)>& done);
 
   const GgufFile& file_;
   std::vector<ggml_backend_buffer_type_t> extra_types_;
   std::vector<std::unique_ptr<Pool>> pools_;
+  std::deque<Matrix> matrices_;
+  std::vector<std::pair<PackedMatrix*, const GgufTensor*>> packed_;
+  AnonymousMemory packed_memory_;
   Status first_error_;
   std::size_t repacked_bytes_ = 0;
   std::size_t mapped_bytes_ = 0;

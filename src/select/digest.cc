@@ -6,8 +6,8 @@
 #include <cstring>
 #include <limits>
 
-#include "attention/f16.h"
 #include "base/check.h"
+#include "base/f16.h"
 #include "base/file.h"
 #include "select/score.h"
 

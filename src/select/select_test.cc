@@ -9,7 +9,7 @@
 
 #include <gtest/gtest.h>
 
-#include "attention/f16.h"
+#include "base/f16.h"
 #include "select/score.h"
 
 namespace dualdecoder {

@@ -90,8 +90,8 @@ class Gemma3 final : public Architecture {
 
  private:
   struct Layer {
-    ggml_tensor *attention_norm, *q, *k, *v, *q_norm, *k_norm, *output, *attention_post_norm;
-    ggml_tensor *ffn_norm, *gate, *up, *down, *ffn_post_norm;
+    ggml_tensor *attention_norm, *q_norm, *k_norm, *attention_post_norm, *ffn_norm, *ffn_post_norm;
+    const Matrix *q, *k, *v, *output, *gate, *up, *down;
   };
 
   // The pattern key is either one number n (every n-th layer sees everything) or a list, one entry a layer.
@@ -113,7 +113,7 @@ class Gemma3 final : public Architecture {
 
   ggml_tensor* token_embedding_ = nullptr;
   ggml_tensor* output_norm_ = nullptr;
-  ggml_tensor* output_ = nullptr;
+  const Matrix* output_ = nullptr;
   std::vector<Layer> layers_;
   std::uint32_t heads_ = 0;
   std::uint32_t kv_heads_ = 0;

@@ -78,12 +78,13 @@ class Llama final : public Architecture {
 
  private:
   struct Layer {
-    ggml_tensor *attention_norm, *q, *k, *v, *q_bias, *k_bias, *v_bias, *output, *output_bias;
-    ggml_tensor *ffn_norm, *gate, *up, *down, *gate_bias, *up_bias, *down_bias;
+    ggml_tensor *attention_norm, *q_bias, *k_bias, *v_bias, *output_bias;
+    ggml_tensor *ffn_norm, *gate_bias, *up_bias, *down_bias;
+    const Matrix *q, *k, *v, *output, *gate, *up, *down;
   };
   ggml_tensor* token_embedding_ = nullptr;
   ggml_tensor* output_norm_ = nullptr;
-  ggml_tensor* output_ = nullptr;
+  const Matrix* output_ = nullptr;
   ggml_tensor* rotary_factors_ = nullptr;
   std::vector<Layer> layers_;
   std::uint32_t heads_ = 0;

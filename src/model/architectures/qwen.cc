@@ -81,14 +81,14 @@ class Qwen final : public Architecture {
 
  private:
   struct Layer {
-    ggml_tensor *attention_norm, *q, *k, *v, *q_bias, *k_bias, *v_bias, *output;
+    ggml_tensor *attention_norm, *q_bias, *k_bias, *v_bias, *ffn_norm;
     ggml_tensor *q_norm = nullptr, *k_norm = nullptr;
-    ggml_tensor *ffn_norm, *gate, *up, *down;
+    const Matrix *q, *k, *v, *output, *gate, *up, *down;
   };
   Generation generation_;
   ggml_tensor* token_embedding_ = nullptr;
   ggml_tensor* output_norm_ = nullptr;
-  ggml_tensor* output_ = nullptr;
+  const Matrix* output_ = nullptr;
   ggml_tensor* output_bias_ = nullptr;
   std::vector<Layer> layers_;
   std::uint32_t heads_ = 0;

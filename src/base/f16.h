@@ -5,9 +5,9 @@
 #include <bit>
 #include <cstdint>
 
-#include "kv/geometry.h"
-
 namespace dualdecoder {
+
+using f16_bits = std::uint16_t;
 
 constexpr float float_from_f16(f16_bits half) {
   const std::uint32_t sign = std::uint32_t{half & 0x8000u} << 16;
