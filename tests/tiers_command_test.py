@@ -31,6 +31,41 @@ def test_a_far_file_with_every_block_selected_gives_the_tokens_of_all_near(run, 
     assert near["tiers"] is None
 
 
+def test_guesses_change_no_token_when_every_block_is_selected_and_are_counted(run):
+    options = ["-n", 24, "--temp", 0, "--ignore-eos", "-b", 64, "--batch-invariant"]
+    _, near = run(*options, prompt=LONG_PROMPT)
+    for more in (
+        ["--policy", "dual"],
+        ["--policy", "dual", "--residency", "none", "--correct", "miss"],
+        ["--policy", "auto"],
+        ["--draft", "ngram", "--accept", "--attend", "resident"],
+        ["--policy", "dual", "--far", "link:4GiB@20"],
+    ):
+        result, report = run("--far", "host", "--budget", 4096, *options, *more, prompt=LONG_PROMPT)
+        assert result.code == 0, result.stderr
+        assert report["generated_tokens"] == near["generated_tokens"], more
+    result, report = run("--far", "host", "--budget", 4096, *options, "--policy", "dual", prompt=LONG_PROMPT)
+    draft = report["draft"]
+    assert draft == {"guesses": 22, "right": 22, "primings": 1, "accepted": 0}
+    assert "guesses 22 of 22 right" in result.errors[-1]
+
+
+def test_a_trace_holds_every_pass_of_every_layer_and_the_reads_of_decoding(run, tmp_path):
+    path = tmp_path / "trace.json"
+    result, report = run(*far_options(tmp_path), "-n", 9, "--ignore-eos", "--trace", path, prompt=LONG_PROMPT)
+    assert result.code == 0, result.stderr
+    events = json.loads(path.read_text())["traceEvents"]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert tracks == {0: "step", 1: "reads", 2: "writes"}
+    timed = [event for event in events if event["ph"] == "X"]
+    attended = [event["args"] for event in timed if event["name"] == "attend"]
+    steps = {args["step"] for args in attended}
+    layers = {args["layer"] for args in attended}
+    assert len(steps) == 8 and len(attended) == len(steps) * len(layers)
+    assert all(event["ts"] >= 0 and event["dur"] > 0 for event in timed)
+    assert {event["tid"] for event in timed if event["name"] in ("demand", "predicted")} <= {1}
+
+
 def test_the_closing_line_names_both_tiers_and_the_file_goes_with_the_process(run, tmp_path):
     result, report = run(*far_options(tmp_path), "-n", 8, "--ignore-eos", prompt=LONG_PROMPT)
     assert result.code == 0, result.stderr
@@ -43,10 +78,15 @@ def test_the_closing_line_names_both_tiers_and_the_file_goes_with_the_process(ru
 @pytest.mark.parametrize(
     "arguments, parts",
     [
-        (["--far", "tape"], ["--far tape", "none, host or file:DIRECTORY"]),
+        (["--far", "tape"], ["--far tape", "none, host, file:DIRECTORY", "link:2GiB@50"]),
+        (["--far", "link:2GiB"], ["--far link:2GiB", "link:BANDWIDTH@MICROSECONDS"]),
         (["--far", "host", "--policy", "guess"], ["--policy guess", "previous"]),
         (["--far", "host", "--near-memory", "64 parsecs"], ["--near-memory", "parsecs"]),
         (["--far", "host", "--budget", "0"], ["--budget 0"]),
+        (["--far", "host", "--residency", "most"], ["--residency most", "auto, all, none"]),
+        (["--far", "host", "--correct", "cosine:2"], ["--correct cosine:2", "cosine:T"]),
+        (["--far", "host", "--draft", "oracle"], ["--draft oracle", "self, ngram, keep"]),
+        (["--far", "host", "--accept"], ["--accept", "--draft ngram"]),
     ],
 )
 def test_choices_that_make_no_sense_are_refused_with_exit_code_2(run, arguments, parts):
