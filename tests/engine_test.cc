@@ -400,6 +400,21 @@ TEST_F(EngineTest, BatchInvarianceHoldsForEveryTypeOfWeights) {
   }
 }
 
+// Our own products, at every number of rows: no option, no limit.
+TEST_F(EngineTest, PackedWeightsAreBatchInvariantWithoutTheOption) {
+  for (const ggml_type type : {GGML_TYPE_Q4_0, GGML_TYPE_Q4_1, GGML_TYPE_Q5_0, GGML_TYPE_Q5_1, GGML_TYPE_Q8_0,
+                               GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K}) {
+    load({.embedding = 256, .heads = 4, .kv_heads = 2, .head_dim = 64, .feed_forward = 256, .type = type});
+    const auto e = engine({.context = 128, .outputs_max = 100});
+    const auto tokens = random_tokens(100);
+    const Logits reference = in_steps_of(1, *e, tokens);
+    for (const std::size_t rows : {2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 33, 100}) {
+      EXPECT_TRUE(bit_equal(reference, in_steps_of(rows, *e, tokens)))
+          << ggml_type_name(type) << ", " << rows;
+    }
+  }
+}
+
 // Graphs are kept by their numbers of rows and outputs and share one buffer: none may spoil another.
 TEST_F(EngineTest, StepsOfManyShapesInAnyOrderGiveTheSameLogits) {
   load({});

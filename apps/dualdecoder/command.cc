@@ -34,9 +34,10 @@ void add_model_options(CLI::App& command, ModelOptions& options) {
       ->capture_default_str()
       ->check(CLI::IsMember({16, 32, 64}))
       ->type_name("TOKENS");
-  command.add_flag(
-      "--batch-invariant", options.batch_invariant,
-      "A sequence's results do not depend on the others in its step, up to 32 rows (slower with several)");
+  command.add_flag("--batch-invariant", options.batch_invariant,
+                   "F16 and other types that ggml multiplies: a sequence's results do not depend on the "
+                   "others in its step, "
+                   "up to 32 rows (slower with several); for the other types they never do");
 }
 
 void add_tier_options(CLI::App& command, TierChoices& choices, bool one_engine) {

@@ -1,7 +1,9 @@
 #include "model/weights.h"
 
 #include <algorithm>
+#include <atomic>
 #include <optional>
+#include <thread>
 
 #include <ggml-cpu.h>
 
@@ -27,7 +29,13 @@ std::vector<ggml_backend_buffer_type_t> extra_buffer_types() {
   return types;
 }
 
-constexpr std::size_t kPackedAlignment = 64;
+constexpr std::size_t kPieceBytes = std::size_t{1} << 20;
+constexpr unsigned kPackThreads = 8;  // beyond these it is memory that limits
+
+std::size_t aligned(std::size_t bytes) {
+  constexpr std::size_t kAlignment = 64;
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
 
 std::optional<WeightFormat> weight_format(ggml_type type) {
   switch (type) {
@@ -215,26 +223,55 @@ Status Weights::load_pool(Pool& pool, const std::function<void(std::size_t)>& do
 }
 
 Status Weights::load_packed(const std::function<void(std::size_t)>& done) {
-  const auto aligned_bytes = [](const PackedMatrix& matrix) {
-    return (matrix.bytes() + kPackedAlignment - 1) / kPackedAlignment * kPackedAlignment;
+  struct Piece {  // of a matrix, about as large as the others
+    const PackedMatrix* matrix;
+    const GgufTensor* entry;
+    std::uint32_t first;
+    std::uint32_t last;
+    std::byte* to;
   };
   std::size_t bytes = 0;
-  for (const auto& [matrix, entry] : packed_) bytes += aligned_bytes(*matrix);
+  for (const auto& [matrix, entry] : packed_) bytes += aligned(matrix->bytes());
   if (bytes == 0) return {};
   packed_memory_ = AnonymousMemory::map(bytes);
   if (packed_memory_.data() == nullptr) {
     return fail(ErrorCode::kOutOfMemory, "{}: not enough memory for {} bytes of weights", file_.path(),
                 bytes);
   }
+  std::vector<Piece> pieces;
   std::byte* to = packed_memory_.data();
   for (const auto& [matrix, entry] : packed_) {
-    pack_panels(*matrix, file_.mapping().data() + entry->offset, 0, matrix->panels(), to);
-    file_.mapping().drop_pages(entry->offset, entry->bytes);
+    const auto panels = static_cast<std::uint32_t>(kPieceBytes / matrix->panel_bytes() + 1);
+    for (std::uint32_t first = 0; first < matrix->panels(); first += panels) {
+      pieces.push_back({matrix, entry, first, std::min(first + panels, matrix->panels()), to});
+    }
     matrix->data = to;
-    to += aligned_bytes(*matrix);
-    repacked_bytes_ += aligned_bytes(*matrix);
-    done(entry->bytes);
+    to += aligned(matrix->bytes());
   }
+  repacked_bytes_ += bytes;
+
+  std::atomic<std::size_t> next = 0;
+  std::atomic<std::size_t> packed = 0;  // bytes that have not been reported
+  const auto work = [&](bool reports) {
+    for (std::size_t i = next++; i < pieces.size(); i = next++) {
+      const Piece& piece = pieces[i];
+      const std::size_t output_bytes = piece.entry->bytes / piece.matrix->outputs;
+      const std::size_t begin = piece.first * kPanelOutputs * output_bytes;
+      const std::size_t end =
+          std::min<std::size_t>(piece.last * kPanelOutputs, piece.matrix->outputs) * output_bytes;
+      pack_panels(*piece.matrix, file_.mapping().data() + piece.entry->offset, piece.first, piece.last,
+                  piece.to);
+      file_.mapping().drop_pages(piece.entry->offset + begin, end - begin);
+      packed += end - begin;
+      if (reports) done(packed.exchange(0));
+    }
+  };
+  {
+    std::vector<std::jthread> threads(std::clamp(std::thread::hardware_concurrency(), 1u, kPackThreads) - 1);
+    for (std::jthread& thread : threads) thread = std::jthread(work, false);
+    work(true);
+  }
+  done(packed);
   return {};
 }
 

@@ -14,30 +14,60 @@ std::uint32_t four(const std::uint8_t* q) {
   return values;
 }
 
-/// Writes 32 values of one output to their places among 16.
+/// Four bytes of one output among 16, in row `row` of such words.
+void put(std::uint32_t values, std::uint32_t row, std::uint32_t lane, std::byte* rows) {
+  std::memcpy(rows + (row * kPanelOutputs + lane) * 4, &values, 4);
+}
+
+/// Moves bit 4 g + i to bit 8 i + g, for g below 8 and i below 4: twice even bits to the low half and odd
+/// ones to the high half (Warren, Hacker's Delight, 7-2).
+std::uint32_t transpose_bits(std::uint32_t x) {
+  for (int twice = 0; twice < 2; ++twice) {
+    std::uint32_t t = (x ^ x >> 1) & 0x22222222u;
+    x ^= t ^ t << 1;
+    t = (x ^ x >> 2) & 0x0c0c0c0cu;
+    x ^= t ^ t << 2;
+    t = (x ^ x >> 4) & 0x00f000f0u;
+    x ^= t ^ t << 4;
+    t = (x ^ x >> 8) & 0x0000ff00u;
+    x ^= t ^ t << 8;
+  }
+  return x;
+}
+
+/// A block of 32 inputs ends with its values, which are in groups of four already: group k with group k + 4
+/// in the high halves, or one byte each. Fifth bits stand before them, one for each input in turn.
+void pack_short(const FormatTraits& traits, const PanelLayout& layout, const std::uint8_t* from,
+                std::uint32_t lane, std::byte* packed) {
+  const std::uint32_t words = traits.bits == 8 ? 8 : 4;
+  const std::uint8_t* const values = from + traits.bytes - 4 * words;
+  std::memcpy(packed + lane * 2, from, 2);
+  if (traits.offset) std::memcpy(packed + layout.offsets + lane * 2, from + 2, 2);
+  for (std::uint32_t k = 0; k < words; ++k) put(four(values + 4 * k), k, lane, packed + layout.values);
+  if (traits.bits == 5) {
+    put(transpose_bits(four(values - 4)), 0, lane, packed + layout.values + layout.high_bits);
+  }
+}
+
+/// 32 values of one output, of less than 8 bits.
 void pack_part(const FormatTraits& traits, const PanelLayout& layout, const std::uint8_t* q,
                std::uint32_t lane, std::byte* part) {
-  const auto put = [&](std::uint32_t offset, std::uint32_t row, std::uint32_t values) {
-    std::memcpy(part + offset + (row * kPanelOutputs + lane) * 4, &values, 4);
-  };
-  if (traits.bits == 8) {
-    for (std::uint32_t group = 0; group < 8; ++group) put(0, group, four(q + 4 * group));
-    return;
-  }
   for (std::uint32_t k = 0; k < 4; ++k) {
-    put(0, k, (four(q + 4 * k) & 0x0f0f0f0fu) | (four(q + 16 + 4 * k) & 0x0f0f0f0fu) << 4);
+    put((four(q + 4 * k) & 0x0f0f0f0fu) | (four(q + 16 + 4 * k) & 0x0f0f0f0fu) << 4, k, lane, part);
   }
   if (traits.bits == 5) {
     std::uint32_t bits = 0;
     for (std::uint32_t group = 0; group < 8; ++group) {
       bits |= (four(q + 4 * group) >> 4 & 0x01010101u) << group;
     }
-    put(layout.high_bits, 0, bits);
+    put(bits, 0, lane, part + layout.high_bits);
   } else if (traits.bits == 6) {
     for (std::uint32_t i = 0; i < 2; ++i) {
       std::uint32_t bits = 0;
-      for (std::uint32_t f = 0; f < 4; ++f) bits |= (four(q + 16 * i + 4 * f) >> 4 & 0x03030303u) << (2 * f);
-      put(layout.high_bits, i, bits);
+      for (std::uint32_t f = 0; f < 4; ++f) {
+        bits |= (four(q + 16 * i + 4 * f) >> 4 & 0x03030303u) << (2 * f);
+      }
+      put(bits, i, lane, part + layout.high_bits);
     }
   }
 }
@@ -58,6 +88,49 @@ void pack_scales(const FormatTraits& traits, const WeightBlock& block, std::uint
       high[i * kPanelOutputs + lane] = std::byte(two(2 * i) | two(2 * i + 1) << 4);
     }
   }
+}
+
+/// One block of one output. Compiled for each format: loading is a matter of a few instructions a block.
+template <WeightFormat kFormat>
+void pack_block(const std::uint8_t* from, std::uint32_t lane, std::byte* packed) {
+  constexpr FormatTraits kTraits = format_traits(kFormat);
+  constexpr PanelLayout kLayout = panel_layout(kFormat);
+  if constexpr (kTraits.scaled == 0) {
+    pack_short(kTraits, kLayout, from, lane, packed);
+  } else {
+    WeightBlock block;
+    read_block(kFormat, reinterpret_cast<const std::byte*>(from), block);
+    std::memcpy(packed + lane * 2, &block.d, 2);
+    if (kTraits.offset) std::memcpy(packed + kLayout.offsets + lane * 2, &block.m, 2);
+    pack_scales(kTraits, block, lane, packed + kLayout.scales);
+    for (std::uint32_t part = 0; part < kTraits.parts(); ++part) {
+      pack_part(kTraits, kLayout, block.q + part * kBlockInputs, lane,
+                packed + kLayout.values + part * kLayout.part_bytes);
+    }
+  }
+}
+
+using PackBlock = void (*)(const std::uint8_t*, std::uint32_t, std::byte*);
+PackBlock block_packer(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::kQ4_0:
+      return pack_block<WeightFormat::kQ4_0>;
+    case WeightFormat::kQ4_1:
+      return pack_block<WeightFormat::kQ4_1>;
+    case WeightFormat::kQ5_0:
+      return pack_block<WeightFormat::kQ5_0>;
+    case WeightFormat::kQ5_1:
+      return pack_block<WeightFormat::kQ5_1>;
+    case WeightFormat::kQ8_0:
+      return pack_block<WeightFormat::kQ8_0>;
+    case WeightFormat::kQ4_K:
+      return pack_block<WeightFormat::kQ4_K>;
+    case WeightFormat::kQ5_K:
+      return pack_block<WeightFormat::kQ5_K>;
+    case WeightFormat::kQ6_K:
+      return pack_block<WeightFormat::kQ6_K>;
+  }
+  __builtin_unreachable();
 }
 
 void unpack_part(const FormatTraits& traits, const PanelLayout& layout, const std::byte* part,
@@ -113,27 +186,18 @@ std::size_t block_bytes(WeightFormat format) { return format_traits(format).byte
 void pack_panels(const PackedMatrix& matrix, const std::byte* from, std::uint32_t first, std::uint32_t last,
                  std::byte* to) {
   const FormatTraits traits = format_traits(matrix.format);
-  const PanelLayout layout = panel_layout(matrix.format);
   DD_CHECK(matrix.inputs % traits.inputs == 0, "{} inputs in blocks of {}", matrix.inputs, traits.inputs);
-  const std::uint32_t blocks = matrix.inputs / traits.inputs;
-  WeightBlock block;
+  const PackBlock pack = block_packer(matrix.format);
+  const std::size_t row_bytes = std::size_t{matrix.inputs} / traits.inputs * traits.bytes;
+  static constexpr std::uint8_t kZeros[256] = {};  // a block with scales of 0 fills up the last panel
   for (std::uint32_t panel = first; panel < last; ++panel) {
     for (std::uint32_t lane = 0; lane < kPanelOutputs; ++lane) {
-      const std::uint32_t output = panel * kPanelOutputs + lane;
+      const std::size_t output = std::size_t{panel} * kPanelOutputs + lane;
+      const bool exists = output < matrix.outputs;
+      const auto* row = reinterpret_cast<const std::uint8_t*>(from) + output * row_bytes;
       std::byte* packed = to + panel * matrix.panel_bytes();
-      for (std::uint32_t b = 0; b < blocks; ++b, packed += traits.bytes * kPanelOutputs) {
-        // What fills up the last panel has scales of 0.
-        block = {};
-        if (output < matrix.outputs) {
-          read_block(matrix.format, from + (std::size_t{output} * blocks + b) * traits.bytes, block);
-        }
-        std::memcpy(packed + lane * 2, &block.d, 2);
-        if (traits.offset) std::memcpy(packed + layout.offsets + lane * 2, &block.m, 2);
-        pack_scales(traits, block, lane, packed + layout.scales);
-        for (std::uint32_t part = 0; part < traits.parts(); ++part) {
-          pack_part(traits, layout, block.q + part * kBlockInputs, lane,
-                    packed + layout.values + part * layout.part_bytes);
-        }
+      for (std::size_t at = 0; at < row_bytes; at += traits.bytes, packed += traits.bytes * kPanelOutputs) {
+        pack(exists ? row + at : kZeros, lane, packed);
       }
     }
   }
