@@ -58,19 +58,20 @@ class Company {
     std::vector<Member*> running;
     for (Member& member : members) {
       if (member.error || member.rows.size() > member.story.steps.size()) continue;
-      const TokenId& token = member.story.steps[member.rows.size() - 1];
-      groups.push_back({member.sequence.get(), std::span(&token, 1), LogitsWanted::kLast});
+      groups.push_back(step_group(engine_, *member.sequence, member.story, member.rows.size() - 1));
       running.push_back(&member);
     }
     if (groups.empty()) return;
     const auto logits = engine_.step(groups);
     ASSERT_TRUE(logits) << logits.error().message;
+    const float* row = *logits;
     for (std::size_t i = 0; i < running.size(); ++i) {
       if (running[i]->sequence->error()) {
         end(*running[i], *running[i]->sequence->error());
       } else {
-        running[i]->rows.push_back(copy_row(*logits + i * kTinyVocabulary));
+        running[i]->rows.push_back(copy_row(row));
       }
+      row += std::size_t{groups[i].logits_rows()} * kTinyVocabulary;
     }
   }
 
@@ -182,8 +183,8 @@ INSTANTIATE_TEST_SUITE_P(
             FaultCase{"TornWrite", CopyKind::kWrite, FaultKind::kTornWrite, ErrorCode::kCorrupt},
             FaultCase{"BitFlippedWhenStored", CopyKind::kWrite, FaultKind::kFlippedBit, ErrorCode::kCorrupt},
             FaultCase{"MisplacedWrite", CopyKind::kWrite, FaultKind::kMisplaced, ErrorCode::kCorrupt}),
-        testing::Values(Policy::kFull, Policy::kReactive, Policy::kPrevious, Policy::kPreviousLayer,
-                        Policy::kOracle)),
+        testing::Values(Policy::kFull, Policy::kReactive, Policy::kPrevious, Policy::kDual,
+                        Policy::kPreviousLayer, Policy::kOracle)),
     [](const auto& fault) {
       std::string name = std::get<0>(fault.param).name + "_" + policy_name(std::get<1>(fault.param));
       std::ranges::replace(name, '-', '_');
@@ -194,6 +195,7 @@ TEST_P(OneFault, EndsItsSequenceAndLeavesEveryOtherTheBitsItGivesAlone) {
   const auto model = load({.layers = 3});
   EngineOptions options = small_options(kPrompts.size());
   options.tiers.policy = policy();
+  if (policy() == Policy::kDual) options.draft.kind = DraftKind::kSelf;
   options.tiers.near_tokens = 96;
   std::vector<Rows> references;
   {

@@ -40,6 +40,14 @@ inline Story make_story(std::uint32_t prompt, std::uint32_t steps, std::uint64_t
   return {random_tokens(prompt, 2 * seed), random_tokens(steps, 2 * seed + 1)};
 }
 
+/// The group of step `s`: with the next token as a guess behind it where the engine guesses.
+inline StepGroup step_group(const Engine& engine, Sequence& sequence, const Story& story, std::size_t s) {
+  StepGroup group{.sequence = &sequence, .tokens = std::span(story.steps).subspan(s, 1)};
+  const bool guesses = engine.options().draft.kind != DraftKind::kNone;
+  if (guesses && s + 1 < story.steps.size()) group.guess = story.steps[s + 1];
+  return group;
+}
+
 /// Logits of the prompt's last row and of each step.
 using Rows = std::vector<std::vector<float>>;
 
@@ -120,8 +128,8 @@ class TieredEngines : public testing::Test {
     const auto prompt = engine.prefill(*sequence, story.prompt);
     DD_CHECK(prompt, "{}", prompt.error().message);
     rows.push_back(copy_row(*prompt));
-    for (const TokenId& token : story.steps) {
-      const StepGroup group{sequence.get(), std::span(&token, 1), LogitsWanted::kLast};
+    for (std::size_t s = 0; s < story.steps.size(); ++s) {
+      const StepGroup group = step_group(engine, *sequence, story, s);
       const auto logits = engine.step(std::span(&group, 1));
       DD_CHECK(logits && !sequence->error(), "{}",
                logits ? sequence->error()->message : logits.error().message);

@@ -224,7 +224,7 @@ class Bench {
         const std::uint32_t have = contender.depth(s);
         const std::uint32_t count = std::min(kPiece, depth - have);
         bool filled = false;
-        if (options_.fill == "synthetic") {
+        if (options_.fill == "synthetic" || !contender.content_matters()) {
           const auto synthetic = contender.fill_synthetic(s, count);
           if (!synthetic) return std::unexpected(synthetic.error());
           filled = *synthetic;
@@ -400,8 +400,8 @@ void add_bench_command(CLI::App& app, int& exit_code) {
   command
       ->add_option(
           "--fill", options->fill,
-          "How sequences reach a depth: prompt, or synthetic (ours: random KV; libllama: one prompt, "
-          "copied); synthetic shows speed alone")
+          "How our sequences reach a depth: prompt, or synthetic (random KV: shows speed alone); libllama "
+          "computes one prompt and copies it")
       ->capture_default_str()
       ->check(CLI::IsMember({"prompt", "synthetic"}));
   command

@@ -26,6 +26,7 @@ class Ours final : public Contender {
   std::string engine() const override { return "dualdecoder"; }
   std::string far() const override { return far_; }
   std::string policy() const override { return engine_->plan().tiered() ? policy_name(policy_) : "dense"; }
+  bool content_matters() const override { return true; }
   std::uint32_t depth(std::uint32_t sequence) const override { return sequences_[sequence]->tokens(); }
   Status append(std::uint32_t sequence, std::span<const TokenId> tokens) override {
     const auto logits = engine_->prefill(*sequences_[sequence], tokens);
@@ -133,6 +134,7 @@ class Peer final : public Contender {
   std::string engine() const override { return "libllama"; }
   std::string far() const override { return "none"; }
   std::string policy() const override { return "dense"; }
+  bool content_matters() const override { return false; }  // dense
   std::uint32_t depth(std::uint32_t sequence) const override { return llama_->tokens(sequence); }
   Status append(std::uint32_t sequence, std::span<const TokenId> tokens) override {
     const auto logits = llama_->prefill(sequence, tokens);

@@ -36,6 +36,8 @@ class Contender {
   virtual std::string far() const = 0;     // "none", "host", "file:DIR"
   virtual std::string policy() const = 0;  // "dense" when all KV is near
   virtual std::uint32_t depth(std::uint32_t sequence) const = 0;
+  /// Whether its speed depends on what the sequences hold. Where it does not, they need not differ.
+  virtual bool content_matters() const = 0;
   virtual Status append(std::uint32_t sequence, std::span<const TokenId> tokens) = 0;
   /// Brings a sequence `tokens` further without computing them: ours by random KV, libllama's by copying
   /// sequence 0, which is further. False where that is not possible.
