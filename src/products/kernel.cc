@@ -9,7 +9,9 @@
 #include "base/check.h"
 #include "products/format.h"
 
+#ifndef __clang__         // which would have to be told of VNNI function by function
 #define HWY_WANT_AVX3_DL  // the set with VNNI, which Highway leaves out unless asked
+#endif
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "products/kernel.cc"
 #ifndef HWY_DISABLED_TARGETS
@@ -22,7 +24,7 @@
 #include <hwy/cache_control.h>
 
 HWY_BEFORE_NAMESPACE();
-#if HWY_TARGET == HWY_AVX3_DL && HWY_COMPILER_GCC
+#if HWY_TARGET == HWY_AVX3_DL
 // Highway asks the machine for it and does not tell the compiler.
 #pragma GCC target("avx512vnni")
 #endif
