@@ -35,13 +35,13 @@ def test_guesses_change_no_token_when_every_block_is_selected_and_are_counted(ru
     options = ["-n", 24, "--temp", 0, "--ignore-eos", "-b", 64, "--batch-invariant"]
     _, near = run(*options, prompt=LONG_PROMPT)
     for more in (
-        ["--policy", "dual"],
-        ["--policy", "dual", "--residency", "none", "--correct", "miss"],
-        ["--policy", "auto"],
-        ["--draft", "ngram", "--accept", "--attend", "resident"],
-        ["--policy", "dual", "--far", "link:4GiB@20"],
+        ["--far", "host", "--policy", "dual"],
+        ["--far", "host", "--policy", "dual", "--residency", "none", "--correct", "miss"],
+        ["--far", "host", "--policy", "auto"],
+        ["--far", "host", "--draft", "ngram", "--accept", "--attend", "resident"],
+        ["--far", "link:4GiB@20", "--policy", "dual"],
     ):
-        result, report = run("--far", "host", "--budget", 4096, *options, *more, prompt=LONG_PROMPT)
+        result, report = run("--budget", 4096, *options, *more, prompt=LONG_PROMPT)
         assert result.code == 0, result.stderr
         assert report["generated_tokens"] == near["generated_tokens"], more
     result, report = run("--far", "host", "--budget", 4096, *options, "--policy", "dual", prompt=LONG_PROMPT)
