@@ -5,8 +5,8 @@
 #include <random>
 
 #include "base/check.h"
-#include "base/f16.h"
 #include "base/clock.h"
+#include "base/f16.h"
 
 namespace dualdecoder {
 
