@@ -42,7 +42,16 @@ std::uint64_t Model::weights_hash() const {
   const MappedFile& mapping = file_->mapping();
   std::size_t first = mapping.bytes();
   for (const GgufTensor& tensor : file_->tensors()) first = std::min(first, tensor.offset);
-  return hash_bytes(std::span(mapping.data(), mapping.bytes()).subspan(first));
+  // Packed weights are not read from the file again: their pages go as soon as they have been read.
+  constexpr std::size_t kPieceBytes = std::size_t{4} << 20;
+  const auto drop_packed = [&](std::size_t begin, std::size_t end) {
+    for (const GgufTensor& tensor : file_->tensors()) {
+      const std::size_t from = std::max(tensor.offset, first + begin);
+      const std::size_t to = std::min(tensor.offset + tensor.bytes, first + end);
+      if (from < to && !weights_->is_mapped(tensor)) mapping.drop_pages(from, to - from);
+    }
+  };
+  return hash_bytes(std::span(mapping.data(), mapping.bytes()).subspan(first), kPieceBytes, drop_packed);
 }
 
 }  // namespace dualdecoder

@@ -196,6 +196,13 @@ Status Weights::load(const std::function<void(std::size_t, std::size_t)>& progre
   return load_packed(advance);
 }
 
+bool Weights::is_mapped(const GgufTensor& tensor) const {
+  return std::ranges::any_of(pools_, [&](const auto& pool) {
+    return pool->type == nullptr &&
+           std::ranges::any_of(pool->tensors, [&](const auto& mapped) { return mapped.second == &tensor; });
+  });
+}
+
 Status Weights::load_pool(Pool& pool, const std::function<void(std::size_t)>& done) {
   const MappedFile& mapping = file_.mapping();
   auto* base = const_cast<std::byte*>(mapping.data());

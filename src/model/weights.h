@@ -53,6 +53,8 @@ class Weights {
   /// Makes every recorded tensor valid. `progress` is called with bytes done of bytes in all.
   Status load(const std::function<void(std::size_t, std::size_t)>& progress);
 
+  /// Whether the tensor is read where it lies in the file.
+  bool is_mapped(const GgufTensor& tensor) const;
   /// Bytes of packed matrices and in ggml's repacked buffers (resident memory beside the mapped file).
   std::size_t repacked_bytes() const { return repacked_bytes_; }
   /// Bytes of mapped tensors in use.
