@@ -83,6 +83,18 @@ class Dual : public TieredEngines, public testing::WithParamInterface<const char
     return texts;
   }
 
+  /// One generation, with nothing else in its steps.
+  static std::vector<TokenId> write_alone(Engine& engine, std::vector<TokenId> prompt,
+                                          const GenerationOptions& options) {
+    Generator generator(engine);
+    const auto generation = generator.start(std::move(prompt), options);
+    DD_CHECK(generation && generator.prefill(**generation));
+    Generation* one = generation->get();
+    while (one->running()) DD_CHECK(generator.step(std::span(&one, 1)));
+    EXPECT_EQ(one->finish_reason(), FinishReason::kLength);
+    return one->tokens();
+  }
+
   static void expect_same_texts(const std::vector<Text>& texts, const std::vector<Text>& expected) {
     ASSERT_EQ(texts.size(), expected.size());
     for (std::size_t i = 0; i < texts.size(); ++i) EXPECT_EQ(texts[i].tokens, expected[i].tokens) << i;
@@ -214,13 +226,9 @@ TEST_P(Dual, WritesTheSameTextAloneAndInABatch) {
     const auto together = write(*engine(*model_, options), 0.8f);
     for (std::uint32_t i = 0; i < options.sequences; ++i) {
       const auto alone = engine(*model_, options);
-      Generator generator(*alone);
-      auto generation =
-          generator.start(random_tokens(250 + 61 * i, i + 1), generation_options(0.8f, i, 40 + 17 * i));
-      ASSERT_TRUE(generation && generator.prefill(**generation));
-      Generation* one = generation->get();
-      while (one->running()) ASSERT_TRUE(generator.step(std::span(&one, 1)));
-      EXPECT_EQ(one->tokens(), together[i].tokens) << "sequence " << i << ", accept " << accept;
+      const auto tokens =
+          write_alone(*alone, random_tokens(250 + 61 * i, i + 1), generation_options(0.8f, i, 40 + 17 * i));
+      EXPECT_EQ(tokens, together[i].tokens) << "sequence " << i << ", accept " << accept;
     }
   }
 }
@@ -290,13 +298,7 @@ TEST_P(Dual, GuessesUpToTheLastTokenOfTheContext) {
                                    DraftOptions{.kind = DraftKind::kNgram, .accept = true}}) {
     options.draft = draft;
     const auto dual = engine(*model_, options);
-    Generator generator(*dual);
-    auto generation = generator.start(prompt, generation_setup);
-    ASSERT_TRUE(generation && generator.prefill(**generation));
-    Generation* one = generation->get();
-    while (one->running()) ASSERT_TRUE(generator.step(std::span(&one, 1)));
-    EXPECT_EQ(one->finish_reason(), FinishReason::kLength);
-    texts.push_back(one->tokens());
+    texts.push_back(write_alone(*dual, prompt, generation_setup));
   }
   EXPECT_EQ(texts[0].size(), 40U);
   EXPECT_EQ(texts[1], texts[0]);

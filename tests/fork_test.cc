@@ -78,6 +78,18 @@ class Fork : public TieredEngines {
     twin.tokens.resize(tokens);
   }
 
+  /// 40 steps of two sequences together, with the same tokens.
+  static void expect_same_bits_together(Engine& engine, Sequence& a, Sequence& b) {
+    for (const TokenId& token : random_tokens(40, 2)) {
+      const std::array groups = {StepGroup{&a, std::span(&token, 1), LogitsWanted::kLast},
+                                 StepGroup{&b, std::span(&token, 1), LogitsWanted::kLast}};
+      const auto logits = engine.step(groups);
+      ASSERT_TRUE(logits) << logits.error().message;
+      ASSERT_TRUE(same_bits(copy_row(*logits), copy_row(*logits + kTinyVocabulary)))
+          << "at " << b.tokens() << " tokens";
+    }
+  }
+
   /// Some steps of all of them together, each with tokens of its own; in the last one each is compared with
   /// what its tokens give alone, with all KV near.
   void expect_as_alone(Engine& engine, std::span<Twin* const> twins, std::uint32_t steps,
@@ -176,20 +188,12 @@ TEST_F(Fork, OfAllTokensGivesTheParentsOwnBitsWithASmallBudget) {
     const auto engine = host_engine(options);
     const Twin parent = begin(*engine, 301, 1);
     const Twin child = fork(*engine, parent, 301);
-    for (const TokenId& token : random_tokens(40, 2)) {
-      const std::array groups = {StepGroup{parent.sequence.get(), std::span(&token, 1), LogitsWanted::kLast},
-                                 StepGroup{child.sequence.get(), std::span(&token, 1), LogitsWanted::kLast}};
-      const auto logits = engine->step(groups);
-      ASSERT_TRUE(logits) << logits.error().message;
-      ASSERT_TRUE(same_bits(copy_row(*logits), copy_row(*logits + kTinyVocabulary)))
-          << "at " << child.sequence->tokens() << " tokens";
-    }
+    expect_same_bits_together(*engine, *parent.sequence, *child.sequence);
   }
 }
 
 // The copy is cut back where a prompt would have to be computed again.
 TEST_F(Fork, OfFewerTokensGivesTheBitsOfASequenceCutBackWithASmallBudget) {
-  const std::vector<TokenId> steps = random_tokens(40, 2);
   for (const Policy policy : kEveryPolicy) {
     SCOPED_TRACE(policy_name(policy));
     EngineOptions options = small_options(2);
@@ -198,14 +202,7 @@ TEST_F(Fork, OfFewerTokensGivesTheBitsOfASequenceCutBackWithASmallBudget) {
     Twin cut = begin(*engine, 301, 1);
     const Twin child = fork(*engine, cut, 217);
     truncate(cut, 217);
-    for (const TokenId& token : steps) {
-      const std::array groups = {StepGroup{cut.sequence.get(), std::span(&token, 1), LogitsWanted::kLast},
-                                 StepGroup{child.sequence.get(), std::span(&token, 1), LogitsWanted::kLast}};
-      const auto logits = engine->step(groups);
-      ASSERT_TRUE(logits) << logits.error().message;
-      ASSERT_TRUE(same_bits(copy_row(*logits), copy_row(*logits + kTinyVocabulary)))
-          << "at " << child.sequence->tokens() << " tokens";
-    }
+    expect_same_bits_together(*engine, *cut.sequence, *child.sequence);
   }
 }
 

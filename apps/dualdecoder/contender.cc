@@ -13,6 +13,8 @@
 namespace dualdecoder {
 namespace {
 
+constexpr TokenId kNoToken = -1;  // stands where KV has been made up
+
 class Ours final : public Contender {
  public:
   Ours(std::shared_ptr<OurEngine> ours, const EngineOptions& options, std::string far)
@@ -30,11 +32,14 @@ class Ours final : public Contender {
   std::uint32_t depth(std::uint32_t sequence) const override { return sequences_[sequence]->tokens(); }
   Status append(std::uint32_t sequence, std::span<const TokenId> tokens) override {
     const auto logits = engine_->prefill(*sequences_[sequence], tokens);
-    return logits ? Status{} : std::unexpected(logits.error());
+    if (!logits) return std::unexpected(logits.error());
+    text(sequence).insert(text(sequence).end(), tokens.begin(), tokens.end());
+    return {};
   }
   Result<bool> fill_synthetic(std::uint32_t sequence, std::uint32_t tokens) override {
     const Status status = engine_->fill_synthetic(*sequences_[sequence], tokens, sequence + 1);
     if (!status) return std::unexpected(status.error());
+    text(sequence).resize(depth(sequence), kNoToken);
     return true;
   }
   Status decode(std::span<const TokenId> first, std::uint32_t tokens) override {
@@ -45,6 +50,8 @@ class Ours final : public Contender {
                      .draft = Draft(*engine_, draft_),
                      .newest = first[i],
                      .left = tokens});
+      for (const TokenId token : ours_->texts[i]) all.back().draft.remember(token);
+      all.back().draft.remember(first[i]);
     }
     while (std::any_of(all.begin(), all.end(), [](const Decoding& one) { return one.left > 0; })) {
       if (Status status = step(all); !status) return status;
@@ -53,6 +60,7 @@ class Ours final : public Contender {
     return {};
   }
   Status truncate(std::uint32_t sequence, std::uint32_t tokens) override {
+    text(sequence).resize(std::min<std::size_t>(text(sequence).size(), tokens));
     return sequences_[sequence]->truncate(tokens);
   }
   std::uint64_t near_kv_bytes() const override {
@@ -80,6 +88,8 @@ class Ours final : public Contender {
     std::uint32_t left = 0;  // tokens
   };
 
+  std::vector<TokenId>& text(std::uint32_t sequence) { return ours_->texts[sequence]; }
+
   Status follow_policy() {
     if (!engine_->plan().tiered()) return {};
     return engine_->set_selection(policy_, engine_->options().tiers.budget_tokens);
@@ -106,6 +116,7 @@ class Ours final : public Contender {
         const TokenId token = likeliest(from);
         if (drawn_as == DrawnAs::kGuess) return std::optional(token);
         one.newest = token;
+        one.draft.remember(token);
         ++committed;
         return --one.left > 0 ? std::optional(token) : std::nullopt;
       });
@@ -191,6 +202,7 @@ Result<std::shared_ptr<OurEngine>> OurEngine::create(const Model& model, const E
   print_short_plan(**engine);
   auto ours = std::make_shared<OurEngine>();
   ours->engine = std::move(*engine);
+  ours->texts.resize(options.sequences);
   for (std::uint32_t i = 0; i < options.sequences; ++i) {
     auto sequence = ours->engine->new_sequence();
     if (!sequence) return std::unexpected(sequence.error());

@@ -54,6 +54,7 @@ class Contender {
 struct OurEngine {
   std::unique_ptr<Engine> engine;
   std::vector<std::unique_ptr<Sequence>> sequences;  // go before the engine
+  std::vector<std::vector<TokenId>> texts;           // [sequence] its tokens, what n-grams are looked up in
 
   static Result<std::shared_ptr<OurEngine>> create(const Model& model, const EngineOptions& options);
 };

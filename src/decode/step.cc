@@ -141,7 +141,6 @@ void Step::begin_rows(const StepGroup& group, Work& work) {
   work.wants_logits = group.logits != LogitsWanted::kNone;
   work.streamed_ahead = false;
   DD_CHECK(work.rows > 0 && (!group.guess || work.decodes()));
-  stats_.guesses += group.guess ? 1 : 0;
   if (tiers_.tiered()) {
     // A prompt attends to no selection, and may need its slots for the blocks that it fills.
     if (!work.decodes()) group.sequence->residency().forget_wants();

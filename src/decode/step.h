@@ -52,7 +52,6 @@ inline constexpr std::array<const char*, kPasses> kPassNames = {
 /// tokens.
 struct StepStats {
   std::uint64_t steps = 0;
-  std::uint64_t guesses = 0;  // speculated rows
   std::uint64_t blocks_attended = 0;
   std::uint64_t blocks_missed = 0;     // neither near nor on their way when they were needed
   std::uint64_t blocks_late = 0;       // on their way
