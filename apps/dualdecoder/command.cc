@@ -221,6 +221,9 @@ void print_short_plan(const Engine& engine) {
 
 bool interrupted() { return interrupt_seen; }
 
-void catch_interrupts() { std::signal(SIGINT, on_interrupt); }
+void catch_interrupts() {
+  std::signal(SIGINT, on_interrupt);
+  std::signal(SIGTERM, on_interrupt);
+}
 
 }  // namespace dualdecoder

@@ -62,6 +62,7 @@ void add_run_command(CLI::App& app, int& exit_code);
 void add_bench_command(CLI::App& app, int& exit_code);
 void add_eval_command(CLI::App& app, int& exit_code);
 void add_plan_command(CLI::App& app, int& exit_code);
+void add_serve_command(CLI::App& app, int& exit_code);
 
 /// "dualdecoder: <message>" on stderr; returns the exit code that fits: 2 for input that can never work, 1
 /// otherwise.
@@ -77,7 +78,7 @@ Status choose_tiers(const TierChoices& choices, EngineOptions& options);
 /// The plan in one line, on stderr; nothing when all KV stays near.
 void print_short_plan(const Engine& engine);
 
-/// Set by the first Ctrl-C; a second one ends the process at once.
+/// Set by the first Ctrl-C or SIGTERM; a second one ends the process at once.
 bool interrupted();
 void catch_interrupts();
 

@@ -116,9 +116,7 @@ Result<std::vector<TokenId>> tokenize_prompt(const RunOptions& options, const Vo
   std::vector<ChatMessage> messages;
   if (!options.system.empty()) messages.push_back({"system", options.system});
   messages.push_back({"user", prompt});
-  const auto rendered = vocabulary.apply_chat_template(messages, options.chat_template);
-  if (!rendered) return std::unexpected(rendered.error());
-  return vocabulary.tokenize(*rendered, true, true);
+  return vocabulary.tokenize_chat(messages, options.chat_template);
 }
 
 void show(Generation& generation, Outcome& outcome) {
@@ -370,7 +368,7 @@ Status run(const RunOptions& options, FinishReason& finish_reason) {
   if (!tokens) return std::unexpected(tokens.error());
   if (generation_setup->sampling.temperature > 0.0f) outcome.seed = generation_setup->sampling.seed;
   if (files->logits) {
-    generation_setup->on_logits = [&](std::span<const float> row) {
+    generation_setup->on_token = [&](TokenId, std::span<const float> row) {
       if (files->logits_status) files->logits_status = files->logits->add_row(row);
     };
   }

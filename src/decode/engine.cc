@@ -136,9 +136,9 @@ Status Engine::check(const Sequence& sequence, std::span<const TokenId> tokens) 
 
 Status Engine::check(const StepGroup& group) const {
   if (!group.guess) return check(*group.sequence, group.tokens);
-  if (group.tokens.size() > 1)
-    return fail(ErrorCode::kInvalidArgument, "a guess stands behind at most one token, not {}",
-                group.tokens.size());
+  if (group.exact()) {
+    return fail(ErrorCode::kInvalidArgument, "a guess stands behind at most one token, and none of a prompt");
+  }
   if (Status status = check(*group.sequence, std::span(&*group.guess, 1)); !status) return status;
   if (group.tokens.empty()) return {};
   if (Status status = check(*group.sequence, group.tokens); !status) return status;
@@ -164,7 +164,8 @@ Result<const float*> Engine::prefill(Sequence& sequence, std::span<const TokenId
     const bool last = done + rows == total;
     const StepGroup group{.sequence = &sequence,
                           .tokens = tokens.subspan(done, rows),
-                          .logits = last ? LogitsWanted::kLast : LogitsWanted::kNone};
+                          .logits = last ? LogitsWanted::kLast : LogitsWanted::kNone,
+                          .prompt = true};
     const float* logits = step_->run(std::span(&group, 1));
     if (sequence.error()) return std::unexpected(*sequence.error());
     done += rows;

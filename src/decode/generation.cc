@@ -67,22 +67,26 @@ Generator::Generator(Engine& engine)
   if (engine.options().tiers.policy == Policy::kAuto) chooser_.emplace();
 }
 
-Result<std::unique_ptr<Generation>> Generator::start(std::vector<TokenId> prompt, GenerationOptions options) {
+Status Generator::check(std::span<const TokenId> prompt, const GenerationOptions& options) const {
   const Vocabulary& vocabulary = engine_.model().vocabulary();
-  const auto vocabulary_size = static_cast<std::int32_t>(vocabulary.size());
   if (prompt.empty()) return fail(ErrorCode::kInvalidArgument, "the prompt is empty");
-  if (Status status = vocabulary.check_tokens(prompt); !status) return std::unexpected(status.error());
+  if (Status status = vocabulary.check_tokens(prompt); !status) return status;
   if (prompt.size() >= engine_.context()) {
     return fail(ErrorCode::kContextExceeded,
                 "the prompt has {} tokens and the context holds {}: nothing would be left for an answer; "
                 "shorten the prompt or raise the context (-c)",
                 prompt.size(), engine_.context());
   }
-  if (Status status = validate(options.sampling, vocabulary_size, end_tokens_); !status) {
-    return std::unexpected(status.error());
+  if (Status status = validate(options.sampling, static_cast<std::int32_t>(vocabulary.size()), end_tokens_);
+      !status) {
+    return status;
   }
-  if (Status status = validate_stop_strings(options.stop); !status) return std::unexpected(status.error());
+  return validate_stop_strings(options.stop);
+}
 
+Result<std::unique_ptr<Generation>> Generator::start(std::vector<TokenId> prompt, GenerationOptions options) {
+  if (Status status = check(prompt, options); !status) return std::unexpected(status.error());
+  const auto vocabulary_size = static_cast<std::int32_t>(engine_.model().vocabulary().size());
   auto sequence = engine_.new_sequence();
   if (!sequence) return std::unexpected(sequence.error());
   Sampler sampler(options.sampling, vocabulary_size, end_tokens_);
@@ -106,16 +110,12 @@ Status Generator::prefill(Generation& generation, const Engine::Progress& progre
     generation.finish(FinishReason::kAbort);
     return {};
   }
-  if (generation.options_.tokens_max == 0U) {
-    generation.finish(FinishReason::kLength);
-    return {};
-  }
-  draw(generation, std::span(*logits, engine_.model().vocabulary().size()));
+  end_prompt(generation, *logits);
   return {};
 }
 
-Status Generator::step(std::span<Generation* const> running) {
-  if (!chooser_) return run_step(running);
+Status Generator::step(std::span<Generation* const> running, std::span<const PromptPiece> prompts) {
+  if (!chooser_ || running.empty()) return run_step(running, prompts);
   const auto tokens = [&] {
     std::size_t count = 0;
     for (const Generation* generation : running) count += generation->tokens_.size();
@@ -124,12 +124,13 @@ Status Generator::step(std::span<Generation* const> running) {
   for (Generation* generation : running) generation->draft_.use(draft_of(chooser_->way()));
   const std::size_t before = tokens();
   const Stopwatch watch;
-  Status status = run_step(running);
-  chooser_->note(watch.seconds(), static_cast<std::uint32_t>(tokens() - before));
+  Status status = run_step(running, prompts);
+  // What a step costs beside a prompt says nothing about the way of decoding.
+  if (prompts.empty()) chooser_->note(watch.seconds(), static_cast<std::uint32_t>(tokens() - before));
   return status;
 }
 
-Status Generator::run_step(std::span<Generation* const> running) {
+Status Generator::run_step(std::span<Generation* const> running, std::span<const PromptPiece> prompts) {
   groups_.clear();
   members_.clear();
   for (Generation* generation : running) {
@@ -139,38 +140,85 @@ Status Generator::run_step(std::span<Generation* const> running) {
     groups_.push_back(generation->draft_.next(*generation->sequence_, generation->tokens_.back(),
                                               generation->wants_more_than_one()));
   }
+  const std::size_t decoding = members_.size();
+  for (const auto& [generation, tokens] : prompts) {
+    DD_CHECK(generation->running() && tokens > 0 && tokens <= generation->prompt_left());
+    if (generation->sequence_->error()) continue;
+    members_.push_back(generation);
+    const LogitsWanted logits = generation->options_.on_prompt_token  ? LogitsWanted::kAll
+                                : tokens == generation->prompt_left() ? LogitsWanted::kLast
+                                                                      : LogitsWanted::kNone;
+    groups_.push_back(
+        {.sequence = generation->sequence_.get(),
+         .tokens = std::span(generation->prompt_).subspan(generation->sequence_->tokens(), tokens),
+         .logits = logits,
+         .prompt = true});
+  }
   if (!groups_.empty()) {
     const auto logits = engine_.step(groups_);
     if (!logits) return std::unexpected(logits.error());
     const float* row = *logits;
     for (std::size_t i = 0; i < members_.size(); ++i) {
       Generation& generation = *members_[i];
+      const std::size_t rows = groups_[i].logits_rows();
       const auto draw_one = [&](std::span<const float> from, std::uint32_t position, DrawnAs drawn_as) {
         return drawn_as == DrawnAs::kToken ? draw(generation, from) : guess(generation, from, position);
       };
-      if (!generation.sequence_->error()) generation.draft_.take(*generation.sequence_, row, draw_one);
-      row += groups_[i].logits_rows() * engine_.model().vocabulary().size();
+      if (generation.sequence_->error()) {
+        // Its rows mean nothing.
+      } else if (i < decoding) {
+        generation.draft_.take(*generation.sequence_, row, draw_one);
+      } else {
+        take_prompt_logits(generation, groups_[i].tokens, row);
+      }
+      row += rows * engine_.model().vocabulary().size();
     }
   }
-  for (Generation* generation : running) {
-    if (!generation->running() || !generation->sequence_->error()) continue;
-    generation->error_ = *generation->sequence_->error();
-    generation->finish(FinishReason::kError);
-  }
+  const auto end_if_failed = [](Generation& generation) {
+    if (!generation.running() || !generation.sequence_->error()) return;
+    generation.error_ = *generation.sequence_->error();
+    generation.finish(FinishReason::kError);
+  };
+  for (Generation* generation : running) end_if_failed(*generation);
+  for (const PromptPiece& piece : prompts) end_if_failed(*piece.generation);
   return {};
+}
+
+// `tokens` of the prompt have just been computed; `logits` are those of the rows that wanted any.
+void Generator::take_prompt_logits(Generation& generation, std::span<const TokenId> tokens,
+                                   const float* logits) {
+  const std::size_t width = engine_.model().vocabulary().size();
+  if (generation.options_.on_prompt_token) {
+    const TokenId* const end = generation.prompt_.data() + generation.prompt_.size();
+    for (const TokenId* next = tokens.data() + 1; next <= tokens.data() + tokens.size(); ++next) {
+      if (next == end) break;
+      generation.options_.on_prompt_token(*next, std::span(logits, width));
+      logits += width;
+    }
+  }
+  if (generation.prompt_left() == 0) end_prompt(generation, logits);
+}
+
+// `logits`: of the prompt's last row.
+void Generator::end_prompt(Generation& generation, const float* logits) {
+  if (generation.options_.tokens_max == 0U) {
+    generation.finish(FinishReason::kLength);
+    return;
+  }
+  draw(generation, std::span(logits, engine_.model().vocabulary().size()));
 }
 
 // Nothing when the generation ends with it.
 std::optional<TokenId> Generator::draw(Generation& generation, std::span<const float> row) {
   const Vocabulary& vocabulary = engine_.model().vocabulary();
   const auto position = static_cast<std::uint32_t>(generation.prompt_.size() + generation.tokens_.size());
-  if (generation.options_.on_logits) generation.options_.on_logits(row);
   const auto token = generation.sampler_.sample(row, position, scratch_);
   if (!token) {
     generation.error_ = token.error();
     generation.finish(FinishReason::kError);
     return std::nullopt;
   }
+  if (generation.options_.on_token) generation.options_.on_token(*token, row);
   generation.remember(*token);
   generation.tokens_.push_back(*token);
 

@@ -139,6 +139,7 @@ void Step::begin_rows(const StepGroup& group, Work& work) {
   work.committed = static_cast<std::uint32_t>(group.tokens.size());
   work.position = group.sequence->tokens();
   work.wants_logits = group.logits != LogitsWanted::kNone;
+  work.exact = group.exact();
   work.streamed_ahead = false;
   DD_CHECK(work.rows > 0 && (!group.guess || work.decodes()));
   if (tiers_.tiered()) {

@@ -1,8 +1,9 @@
 // One step: new rows of one or many sequences through all layers. Read step.cc's run() as the list of its
 // passes (docs/design.md, "The step").
 //
-// Rows of a group with several tokens (a prompt) attend to everything; so do all rows of a layer that keeps
-// or streams everything. A single token of a selecting layer attends to its window and the selection.
+// Rows of a prompt (several tokens, or a group that says so) attend to everything; so do all rows of a layer
+// that keeps or streams everything. Another single token of a selecting layer attends to its window and the
+// selection.
 //
 // Behind that token a group may have a speculated row: a guess of the token that comes next. It passes the
 // same layers and attends to the same blocks; its query says which blocks the next step will need, and its
@@ -38,7 +39,9 @@ struct StepGroup {
   std::span<const TokenId> tokens;
   LogitsWanted logits = LogitsWanted::kLast;
   std::optional<TokenId> guess = std::nullopt;
+  bool prompt = false;  // a single token that attends to everything, as several do
 
+  bool exact() const { return prompt || tokens.size() > 1; }
   std::uint32_t rows() const { return static_cast<std::uint32_t>(tokens.size()) + (guess ? 1 : 0); }
   std::uint32_t logits_rows() const;
 };
@@ -101,12 +104,13 @@ class Step {
     std::uint32_t committed = 0;  // rows
     std::uint32_t position = 0;   // of the first row
     bool wants_logits = false;
+    bool exact = false;  // of a prompt
     bool selecting = false;
     bool streamed = false;
     bool streamed_ahead = false;  // asked for while the layer before was computed
     BlockList list;
 
-    bool decodes() const { return committed <= 1; }  // and may select; a prompt does not
+    bool decodes() const { return !exact; }  // and may select
     std::uint32_t next_position() const { return position + committed; }
   };
 

@@ -1,5 +1,6 @@
 #include "model/vocabulary.h"
 
+#include <algorithm>
 #include <array>
 #include <exception>
 
@@ -181,6 +182,48 @@ Result<std::string> Vocabulary::apply_chat_template(std::span<const ChatMessage>
   }
   prompt.resize(static_cast<std::size_t>(length));
   return prompt;
+}
+
+bool Vocabulary::has_control_text(std::string_view text) const {
+  return tokenize(text, false, true) != tokenize(text, false, false);
+}
+
+// As llama.cpp does it, in one piece, unless a message holds the text of a control token. Then the template
+// is rendered with a mark in the place of each message, and what stands between the marks is tokenised apart
+// from the messages.
+Result<std::vector<TokenId>> Vocabulary::tokenize_chat(std::span<const ChatMessage> messages,
+                                                       const std::string& name) const {
+  const auto rendered = apply_chat_template(messages, name);
+  if (!rendered) return std::unexpected(rendered.error());
+  const bool plain = std::none_of(messages.begin(), messages.end(), [this](const ChatMessage& message) {
+    return has_control_text(message.content);
+  });
+  if (plain) return tokenize(*rendered, true, true);
+
+  std::vector<ChatMessage> marked(messages.begin(), messages.end());
+  const auto mark = [](std::size_t i) { return fmt::format("\x01{}\x02", i); };
+  for (std::size_t i = 0; i < marked.size(); ++i) marked[i].content = mark(i);
+  const auto frame = apply_chat_template(marked, name);
+  if (!frame) return std::unexpected(frame.error());
+  std::vector<TokenId> tokens;
+  const auto add = [&](std::string_view text, bool is_template) {
+    if (text.empty()) return;
+    const auto more = tokenize(text, tokens.empty() && is_template, is_template);
+    tokens.insert(tokens.end(), more.begin(), more.end());
+  };
+  std::size_t begin = 0;
+  for (std::size_t i = 0; i < marked.size(); ++i) {
+    const std::size_t at = frame->find(mark(i), begin);
+    if (at == frame->npos) {
+      return fail(ErrorCode::kUnsupported,
+                  "a message holds the text of a control token, and this chat template leaves messages out");
+    }
+    add(std::string_view(*frame).substr(begin, at - begin), true);
+    add(messages[i].content, false);
+    begin = at + mark(i).size();
+  }
+  add(std::string_view(*frame).substr(begin), true);
+  return tokens;
 }
 
 }  // namespace dualdecoder

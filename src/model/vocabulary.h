@@ -46,9 +46,14 @@ class Vocabulary {
   /// never a guess.
   Result<std::string> apply_chat_template(std::span<const ChatMessage> messages,
                                           const std::string& name) const;
+  /// The tokens of that prompt. Texts of control tokens count as such in the template alone, never in a
+  /// message: whoever writes one cannot write another's.
+  Result<std::vector<TokenId>> tokenize_chat(std::span<const ChatMessage> messages,
+                                             const std::string& name) const;
 
  private:
   Vocabulary() = default;
+  bool has_control_text(std::string_view text) const;
 
   struct FreeModel {
     void operator()(llama_model* model) const { llama_model_free(model); }
