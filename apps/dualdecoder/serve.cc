@@ -47,11 +47,16 @@ Status add_keys_from(const std::string& path, std::vector<std::string>& keys) {
   return fail(ErrorCode::kInvalidArgument, "--api-key-file {}: there is no key in it", path);
 }
 
-// Half of the machine's memory, where the contexts would take more: a page is only taken when there are
-// tokens for it, and what does not fit waits.
-std::uint64_t default_far_bytes() {
+// In memory, half of what the machine has: pages are only taken as tokens come, and what does not fit waits.
+// In a file, what the contexts need four times over, for prefixes of conversations that are at rest.
+std::uint64_t default_far_bytes(const EngineOptions& options, const Model& model) {
+  EngineOptions contexts = options;
+  contexts.tiers.keep_prefixes = false;
+  const auto plan = plan_memory(model.hyperparameters(), contexts);
+  const std::uint64_t needed = plan ? 4 * plan->far_bytes : 0;
+  if (options.tiers.far.kind != FarKind::kHost) return needed;
   const auto pages = static_cast<std::uint64_t>(std::max(sysconf(_SC_PHYS_PAGES), 0L));
-  return pages * static_cast<std::uint64_t>(std::max(sysconf(_SC_PAGESIZE), 0L)) / 2;
+  return std::min(needed, pages * static_cast<std::uint64_t>(std::max(sysconf(_SC_PAGESIZE), 0L)) / 2);
 }
 
 Result<EngineOptions> serve_engine_options(const ServeOptions& options, const Model& model) {
@@ -60,10 +65,9 @@ Result<EngineOptions> serve_engine_options(const ServeOptions& options, const Mo
   setup->sequences = options.sequences;
   if (Status status = choose_tiers(options.tiers, *setup); !status) return std::unexpected(status.error());
   setup->outputs_max = std::max(setup->outputs_max, 2 * options.sequences + 16);
-  if (setup->tiers.far.kind == FarKind::kHost && setup->tiers.far_bytes_max == 0) {
-    const auto plan = plan_memory(model.hyperparameters(), *setup);
-    if (plan && plan->far_bytes > default_far_bytes()) setup->tiers.far_bytes_max = default_far_bytes();
-  }
+  TierOptions& tiers = setup->tiers;
+  tiers.keep_prefixes = tiers.far.kind != FarKind::kNone;
+  if (tiers.far_bytes_max == 0) tiers.far_bytes_max = default_far_bytes(*setup, model);
   return setup;
 }
 

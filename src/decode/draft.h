@@ -57,6 +57,12 @@ class Draft {
   /// After that step: `logits`, those of the group's rows.
   void take(Sequence& sequence, const float* logits, const Draw& draw);
 
+  /// Its sequence begins again.
+  void forget_guess() {
+    guess_.reset();
+    primes_ = false;
+  }
+
   const DraftStats& stats() const { return stats_; }
 
  private:

@@ -31,6 +31,9 @@ Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineO
   if (!tiers) return std::unexpected(tiers.error());
   engine->tiers_ = std::move(*tiers);
 
+  if (options.tiers.keep_prefixes && plan->tiered())
+    engine->prefixes_ = std::make_unique<PrefixCache>(*engine->tiers_);
+
   const ForwardOptions forward_options{
       .threads = options.threads,
       .rows_max = std::max(options.prefill_chunk, options.outputs_max),

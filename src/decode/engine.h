@@ -12,6 +12,7 @@
 
 #include "base/error.h"
 #include "decode/engine_options.h"
+#include "decode/prefix_cache.h"
 #include "decode/step.h"
 #include "decode/tiers.h"
 #include "model/model.h"
@@ -24,6 +25,10 @@ class Engine {
 
   /// kOutOfMemory when `options().sequences` of them live. They must not outlive the engine.
   Result<std::unique_ptr<Sequence>> new_sequence() { return Sequence::create(*tiers_); }
+
+  /// The prefixes kept in the far tier; null unless TierOptions::keep_prefixes.
+  PrefixCache* prefixes() { return prefixes_.get(); }
+  const PrefixCache* prefixes() const { return prefixes_.get(); }
 
   /// A new sequence that begins as the first `tokens` tokens of `sequence`, computed once and kept once
   /// (Sequence::fork). kInvalidArgument when there are not as many.
@@ -88,7 +93,9 @@ class Engine {
   EngineOptions options_;
   std::unique_ptr<Forward> forward_;
   std::unique_ptr<Step> step_;
-  std::unique_ptr<Tiers> tiers_;  // goes first: it waits for late reads, of which the step keeps the flags
+  std::unique_ptr<Tiers>
+      tiers_;  // goes before the step: it waits for late reads, of which that keeps the flags
+  std::unique_ptr<PrefixCache> prefixes_;
 };
 
 }  // namespace dualdecoder

@@ -11,6 +11,7 @@
 // EngineOptions::batch_invariant). The generator and its generations belong to the engine's thread.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -32,6 +33,10 @@ struct GenerationOptions {
   SamplingOptions sampling;
   std::vector<std::string> stop;            // at most kMaxStopStrings
   std::optional<std::uint32_t> tokens_max;  // none: until the model ends or the context is full
+  /// Where the engine keeps prefixes: begin with a kept one, and keep this one.
+  bool reuse_prefix = true;
+  bool exact_prefix_only = false;  // none whose tokens attended to a selection
+  std::string prefix_salt;         // prefixes of different salts do not know each other
   /// Called with each token drawn and the logits [vocabulary] that it was drawn from.
   std::function<void(TokenId, std::span<const float>)> on_token;
   /// Called with each token of the prompt but the first, and the logits of the row before it. The prompt then
@@ -41,7 +46,7 @@ struct GenerationOptions {
 
 class Generation;
 
-/// The next tokens of a prompt that is computed piece by piece.
+/// The next tokens of a prompt that is computed piece by piece, at most so many.
 struct PromptPiece {
   Generation* generation = nullptr;
   std::uint32_t tokens = 0;  // 1 to Generation::prompt_left()
@@ -64,10 +69,15 @@ class Generation {
   const std::vector<TokenId>& tokens() const { return tokens_; }
   FinishReason finish_reason() const { return finish_reason_; }
   bool running() const { return finish_reason_ == FinishReason::kRunning; }
-  /// Tokens of the prompt that have not been computed.
+  /// Tokens that have to be computed before it can decode: of the prompt, and after a restart those of the
+  /// answer, too.
   std::uint32_t prompt_left() const {
-    return tokens_.empty() ? static_cast<std::uint32_t>(prompt_.size()) - sequence_->tokens() : 0;
+    const std::size_t wanted = prompt_.size() + (tokens_.empty() ? 0 : tokens_.size() - 1);
+    const std::size_t computed = sequence_ ? sequence_->tokens() : 0;
+    return static_cast<std::uint32_t>(wanted - std::min(wanted, computed));
   }
+  /// Tokens of the prompt that were found in the far tier.
+  std::uint32_t cached_tokens() const { return cached_tokens_; }
   /// What ended it as kError.
   const Error& error() const { return error_; }
   const Sequence& sequence() const { return *sequence_; }
@@ -79,9 +89,10 @@ class Generation {
 
  private:
   friend class Generator;
-  Generation(std::unique_ptr<Sequence> sequence, std::vector<TokenId> prompt, GenerationOptions options,
-             Sampler sampler, Draft draft);
+  Generation(std::vector<TokenId> prompt, GenerationOptions options, Sampler sampler, Draft draft);
   void remember(TokenId token);
+  std::span<const TokenId> next_tokens(std::uint32_t count) const;
+  TokenId token_at(std::uint32_t position) const;
   bool wants_more_than_one() const;
   void finish(FinishReason reason);
 
@@ -93,6 +104,9 @@ class Generation {
   TextAssembler assembler_;
   std::vector<TokenId> tokens_;
   std::string text_;
+  PrefixCache::Cursor kept_;
+  std::uint32_t cached_tokens_ = 0;
+  bool restarted_ = false;
   FinishReason finish_reason_ = FinishReason::kRunning;
   Error error_;
 };
@@ -114,6 +128,8 @@ class Generator {
   /// and draw their first token with its end. An error means that nothing has changed; what goes wrong with
   /// one of them alone ends that one as kError.
   Status step(std::span<Generation* const> running, std::span<const PromptPiece> prompts = {});
+  /// Keeps what is full of its sequence for later ones, after waiting for the writes. For one that has ended.
+  void keep_prefix(Generation& generation);
   /// Null unless the engine's policy is kAuto.
   const PolicyChooser* chooser() const { return chooser_ ? &*chooser_ : nullptr; }
 
@@ -121,6 +137,10 @@ class Generator {
   Status run_step(std::span<Generation* const> running, std::span<const PromptPiece> prompts);
   void take_prompt_logits(Generation& generation, std::span<const TokenId> tokens, const float* logits);
   void end_prompt(Generation& generation, const float* logits);
+  Status begin_sequence(Generation& generation);
+  void keep_blocks(Generation& generation);
+  void settle(Generation& generation);
+  bool restart(Generation& generation);
   std::optional<TokenId> draw(Generation& generation, std::span<const float> logits);
   std::optional<TokenId> guess(const Generation& generation, std::span<const float> logits,
                                std::uint32_t position);

@@ -8,6 +8,13 @@
 
 namespace dualdecoder {
 
+Tiers::Tiers(const MemoryPlan& plan, const TierOptions& options) : plan_(plan), options_(options) {
+  if (plan.digest_bytes == 0) return;
+  for (LayerIndex layer; layer.value < plan.geometry.layers; ++layer) {
+    if (plan.layers[layer.value].kind == LayerKind::kSelecting) selecting_layers_.push_back(layer);
+  }
+}
+
 Result<std::unique_ptr<Tiers>> Tiers::create(const MemoryPlan& plan, const TierOptions& options,
                                              std::uint64_t weights_hash) {
   std::unique_ptr<Tiers> tiers(new Tiers(plan, options));

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -37,6 +38,8 @@ class Tiers {
   const KvGeometry& geometry() const { return plan_.geometry; }
   const LayerPlan& layer(LayerIndex layer) const { return plan_.layers[layer.value]; }
   bool tiered() const { return far_ != nullptr; }
+  /// The layers that have digests.
+  std::span<const LayerIndex> selecting_layers() const { return selecting_layers_; }
 
   NearTier& near() const { return *near_; }
   /// Only when tiered.
@@ -68,11 +71,12 @@ class Tiers {
     std::vector<PageIndex> pages;
   };
 
-  Tiers(const MemoryPlan& plan, const TierOptions& options) : plan_(plan), options_(options) {}
+  Tiers(const MemoryPlan& plan, const TierOptions& options);
   Status open_far(std::uint64_t weights_hash);
 
   MemoryPlan plan_;
   TierOptions options_;
+  std::vector<LayerIndex> selecting_layers_;
   std::unique_ptr<NearTier> near_;
   std::unique_ptr<FarFile> file_;  // outlives the port in far_
   std::unique_ptr<FarTier> far_;

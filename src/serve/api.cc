@@ -360,6 +360,8 @@ Job Api::Impl::job_for(const CompletionRequest& wanted, const std::vector<TokenI
   if (wanted.tokens_max)
     job.options.tokens_max =
         static_cast<std::uint32_t>(std::min<std::uint64_t>(*wanted.tokens_max, UINT32_MAX));
+  job.options.reuse_prefix = wanted.cache_prompt;
+  job.options.prefix_salt = wanted.cache_salt;
   job.top_logprobs = wanted.top_logprobs;
   job.prompt_logprobs = wanted.echo && wanted.top_logprobs;
   job.client = wanted.user.empty() ? client : wanted.user;

@@ -131,6 +131,8 @@ void Scheduler::note_prompt(JobId id, std::uint32_t tokens) {
   job->second.prompt_left -= tokens;
 }
 
+void Scheduler::set_prompt_left(JobId id, std::uint32_t tokens) { jobs_.at(id).prompt_left = tokens; }
+
 void Scheduler::note_step(double seconds) {
   const auto decoding = static_cast<std::uint32_t>(plan_.decoding.size());
   if (decoding == 0) return;

@@ -71,6 +71,8 @@ class Scheduler {
   const Plan& plan();
   /// `tokens` of its prompt have been computed, or found computed.
   void note_prompt(JobId id, std::uint32_t tokens);
+  /// So many tokens are still to be computed before it decodes; more than before when it had to begin again.
+  void set_prompt_left(JobId id, std::uint32_t tokens);
   /// The planned step took so long.
   void note_step(double seconds);
 

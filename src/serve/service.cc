@@ -260,12 +260,12 @@ bool Service::take_inbox() {
 void Service::start_admitted() {
   std::erase_if(admitted_, [this](JobId id) {
     const auto job = jobs_.find(id);
-    return job == jobs_.end() || start(*job->second);
+    return job == jobs_.end() || start(id, *job->second);
   });
 }
 
 // Whether it has started, or ended with an error.
-bool Service::start(Running& running) {
+bool Service::start(JobId id, Running& running) {
   const Clock::time_point now = Clock::now();
   if (running.admitted == Clock::time_point{}) running.admitted = now;
   Job& job = running.job;
@@ -285,19 +285,21 @@ bool Service::start(Running& running) {
   auto generation = generator_->start(job.prompt, std::move(options));
   if (generation) {
     running.generation = std::move(*generation);
+    const std::uint32_t cached = running.generation->cached_tokens();
+    scheduler_->note_prompt(id, cached);
     metrics_.note_queued(seconds_between(running.arrived, now));
+    metrics_.note_cached(static_cast<std::uint32_t>(job.prompt.size()), cached);
     return true;
   }
   if (generation.error().code == ErrorCode::kOutOfMemory && now - running.admitted < kStartPatience)
     return false;
-  const auto entry = std::find_if(jobs_.begin(), jobs_.end(),
-                                  [&](const auto& other) { return other.second.get() == &running; });
-  end(entry->first, FinishReason::kError, generation.error());
+  end(id, FinishReason::kError, generation.error());
   return true;
 }
 
 void Service::step(const Scheduler::Plan& plan) {
   std::vector<JobId> members;
+  std::vector<std::uint32_t> left;  // of pieces_, before the step
   decoding_.clear();
   pieces_.clear();
   const auto generation_of = [&](JobId id) -> Generation* {
@@ -312,8 +314,9 @@ void Service::step(const Scheduler::Plan& plan) {
   }
   for (const auto& [id, tokens] : plan.prompts) {
     if (Generation* generation = generation_of(id)) {
-      pieces_.push_back({.generation = generation, .tokens = tokens});
+      pieces_.push_back({.generation = generation, .tokens = std::min(tokens, generation->prompt_left())});
       members.push_back(id);
+      left.push_back(generation->prompt_left());
     }
   }
   if (members.empty()) {
@@ -328,11 +331,13 @@ void Service::step(const Scheduler::Plan& plan) {
     return;
   }
   scheduler_->note_step(seconds_between(begin, Clock::now()));
-  for (const PromptPiece& piece : pieces_) metrics_.note_prompt_tokens(piece.tokens);
   metrics_.note_engine(*engine_);
   for (std::size_t i = 0; i < members.size(); ++i) {
     Running& running = *jobs_.at(members[i]);
-    if (i >= decoding_.size()) scheduler_->note_prompt(members[i], pieces_[i - decoding_.size()].tokens);
+    const std::uint32_t still_left = running.generation->prompt_left();
+    const std::uint32_t before = i < decoding_.size() ? 0 : left[i - decoding_.size()];
+    if (still_left < before) metrics_.note_prompt_tokens(before - still_left);
+    scheduler_->set_prompt_left(members[i], still_left);
     if (running.generation->running()) {
       tell(running);
     } else {
@@ -355,8 +360,9 @@ void Service::tell(Running& running) {
     metrics_.note_token(running.tokens_told == 0 ? 0.0 : seconds_between(running.last_token, now));
     running.last_token = now;
   }
-  const auto prompt_done = static_cast<std::uint32_t>(generation.prompt().size()) - generation.prompt_left();
-  if (prompt_done != running.prompt_told) event.prompt_done = running.prompt_told = prompt_done;
+  const auto prompt = static_cast<std::uint32_t>(generation.prompt().size());
+  const std::uint32_t prompt_done = prompt - std::min(prompt, generation.prompt_left());
+  if (prompt_done > running.prompt_told) event.prompt_done = running.prompt_told = prompt_done;
   event.text = generation.take_text();
   running.text_told += event.text.size();
   // With the text in which its first byte stands; at an end that cuts nothing off, all.
@@ -371,6 +377,7 @@ void Service::tell(Running& running) {
     event.end = JobEnd{.reason = generation.finish_reason(),
                        .error = generation.error(),
                        .prompt_tokens = static_cast<std::uint32_t>(generation.prompt().size()),
+                       .cached_tokens = generation.cached_tokens(),
                        .tokens = tokens,
                        .queue_s = seconds_between(running.arrived, running.admitted)};
     const Clock::time_point prompt_end = tokens == 0 ? now : running.first_token;
@@ -401,6 +408,7 @@ void Service::end(JobId id, FinishReason reason, const Error& error) {
                        .prompt_tokens = static_cast<std::uint32_t>(running->job.prompt.size())};
     running->job.listener(std::move(event));
   }
+  if (running->generation) generator_->keep_prefix(*running->generation);
   running->generation.reset();  // its memory is free before its place in the queue is
   {
     const std::lock_guard lock(mutex_);
@@ -418,7 +426,7 @@ void Service::publish_state() {
     const auto prompt = static_cast<std::uint32_t>(generation.prompt().size());
     state.running.push_back({.job = id,
                              .prompt_tokens = prompt,
-                             .prompt_done = prompt - generation.prompt_left(),
+                             .prompt_done = prompt - std::min(prompt, generation.prompt_left()),
                              .tokens = static_cast<std::uint32_t>(generation.tokens().size())});
   }
   std::sort(state.running.begin(), state.running.end(),

@@ -73,7 +73,7 @@ class Service {
   bool take_inbox();
   void start_admitted();
   void step(const Scheduler::Plan& plan);
-  bool start(Running& job);
+  bool start(JobId id, Running& job);
   void tell(Running& job);
   void end(JobId id, FinishReason reason, const Error& error);
   void publish_state();
