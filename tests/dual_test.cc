@@ -42,8 +42,12 @@ class Dual : public TieredEngines, public testing::WithParamInterface<const char
     options.tiers.far.kind = FarKind::kHost;
     options.tiers.policy = Policy::kDual;
     options.tiers.budget_tokens = budget_tokens;
-    options.draft.kind = DraftKind::kSelf;
+    options.draft = guesses(DraftKind::kSelf, false);
     return options;
+  }
+  /// Wherever they can stand, so that the laws see them.
+  static DraftOptions guesses(DraftKind kind, bool accept) {
+    return {.kind = kind, .accept = accept, .even_if_all_selected = true};
   }
 
   static GenerationOptions generation_options(float temperature, std::uint32_t index, std::uint32_t tokens) {
@@ -179,7 +183,7 @@ TEST_P(Dual, WritesTheTextOfAllNearForEveryDraftCorrectionAndAccept) {
           SCOPED_TRACE(fmt::format("temperature {}, draft {}, correction {}, accept {}", temperature,
                                    static_cast<int>(draft), static_cast<int>(correction.kind), accept));
           EngineOptions options = dual_options(3, kTierContext);
-          options.draft = {.kind = draft, .accept = accept};
+          options.draft = guesses(draft, accept);
           options.tiers.correction = correction;
           const auto dual = engine(*model_, options);
           expect_same_texts(write(*dual, temperature), expected);
@@ -193,7 +197,7 @@ TEST_P(Dual, WritesTheTextOfAllNearForEveryDraftCorrectionAndAccept) {
 TEST_P(Dual, WritesTheTextOfAllNearWhateverIsChosenByCost) {
   EngineOptions options = dual_options(3, kTierContext);
   options.tiers.policy = Policy::kAuto;
-  options.draft.kind = DraftKind::kNgram;
+  options.draft = guesses(DraftKind::kNgram, false);
   expect_same_texts(write(*engine(*model_, options), 0.8f), write(*engine(*model_, plain_options(3)), 0.8f));
 }
 
@@ -205,7 +209,7 @@ TEST_P(Dual, WritesTheTextOfAllNearFromEveryFarTierUnderAnyLatency) {
   for (std::uint64_t seed = 1; seed <= 20; ++seed) {
     SCOPED_TRACE(fmt::format("seed {}", seed));
     std::mt19937_64 random(seed);
-    options.draft = {.kind = kEveryDraft[random() % 3], .accept = random() % 2 == 0};
+    options.draft = guesses(kEveryDraft[random() % 3], random() % 2 == 0);
     options.tiers.correction = kEveryCorrection[random() % 3];
     options.tiers.near_tokens = 1 + static_cast<std::uint32_t>(random() % 400);
     options.block_tokens = 16U << random() % 3;
@@ -221,7 +225,7 @@ TEST_P(Dual, WritesTheTextOfAllNearFromEveryFarTierUnderAnyLatency) {
 TEST_P(Dual, WritesTheSameTextAloneAndInABatch) {
   for (const bool accept : {false, true}) {
     EngineOptions options = dual_options(3, 64);
-    options.draft = {.kind = DraftKind::kNgram, .accept = accept};
+    options.draft = guesses(DraftKind::kNgram, accept);
     options.tiers.correction = kEveryCorrection[1];
     const auto together = write(*engine(*model_, options), 0.8f);
     for (std::uint32_t i = 0; i < options.sequences; ++i) {
@@ -241,6 +245,39 @@ TEST_P(Dual, EveryGuessOfAPrimedChainIsRightWhereEverythingIsSelected) {
       EXPECT_EQ(text.draft.guesses, text.tokens.size() - 2);  // not the first token, nor behind the last
     }
   }
+}
+
+TEST_P(Dual, NothingIsGuessedOrRankedWhereEverythingIsSelected) {
+  EngineOptions options = dual_options(1, kTierContext);
+  options.draft = {.kind = DraftKind::kSelf};
+  const auto dual = engine(*model_, options);
+  const Text text = write(*dual, 0.0f).front();
+  EXPECT_EQ(text.draft.guesses + text.draft.primings, 0U);
+  EXPECT_EQ(dual->stats().rank_ns, 0U);
+}
+
+// From a prompt that the budget has room for to one that it has not.
+TEST_P(Dual, AChainBeginsWhereTheContextOutgrowsTheBudget) {
+  EngineOptions options = dual_options(1, 320);
+  options.draft = {.kind = DraftKind::kSelf};
+  const auto reactive_options = [&] {
+    EngineOptions same = options;
+    same.tiers.policy = Policy::kReactive;
+    same.draft = {};
+    return same;
+  };
+  options.tiers.correction = kEveryCorrection[1];
+  const auto expected = write_alone(*engine(*model_, reactive_options()), random_tokens(300, 1),
+                                    generation_options(0.8f, 0, 150));
+  const auto dual = engine(*model_, options);
+  Generator generator(*dual);
+  const auto generation = generator.start(random_tokens(300, 1), generation_options(0.8f, 0, 150));
+  ASSERT_TRUE(generation && generator.prefill(**generation));
+  Generation* one = generation->get();
+  while (one->running()) ASSERT_TRUE(generator.step(std::span(&one, 1)));
+  EXPECT_EQ(one->tokens(), expected);
+  EXPECT_GT(one->draft_stats().guesses, 20U);
+  EXPECT_LT(one->draft_stats().guesses, 100U);
 }
 
 TEST_P(Dual, ReadsAheadWhatAPerfectGuessWillNeed) {
@@ -293,9 +330,8 @@ TEST_P(Dual, GuessesUpToTheLastTokenOfTheContext) {
   const auto prompt = random_tokens(kTierContext - 40, 9);
   GenerationOptions generation_setup = generation_options(0.0f, 0, 1000);
   std::vector<std::vector<TokenId>> texts;
-  for (const DraftOptions draft : {DraftOptions{.kind = DraftKind::kNone, .accept = false},
-                                   DraftOptions{.kind = DraftKind::kSelf, .accept = false},
-                                   DraftOptions{.kind = DraftKind::kNgram, .accept = true}}) {
+  for (const DraftOptions draft : {guesses(DraftKind::kNone, false), guesses(DraftKind::kSelf, false),
+                                   guesses(DraftKind::kNgram, true)}) {
     options.draft = draft;
     const auto dual = engine(*model_, options);
     texts.push_back(write_alone(*dual, prompt, generation_setup));

@@ -27,7 +27,8 @@ StepGroup Draft::next(Sequence& sequence, const TokenId& newest, bool may_guess)
   StepGroup group{.sequence = &sequence, .tokens = std::span(&newest, 1)};
   position_ = sequence.tokens() + 1;
   primes_ = false;
-  if (options_.kind == DraftKind::kNone || !may_guess || position_ + 1 > engine_.context()) {
+  const bool tells = options_.accept || options_.even_if_all_selected || engine_.needs_prediction(sequence);
+  if (options_.kind == DraftKind::kNone || !may_guess || !tells || position_ + 1 > engine_.context()) {
     guess_.reset();
     return group;
   }

@@ -6,6 +6,9 @@
 // guess has decoded what the next one is drawn from, so the chain stays one token ahead. A wrong guess breaks
 // it: what the speculated row says then follows a token that never was.
 //
+// Where the budget has room for the whole context there is nothing to predict, and no guess is made, unless
+// it may be accepted.
+//
 // In a batch whose way of decoding is chosen by cost (Policy::kAuto), use() follows the choice.
 //
 //   const StepGroup group = draft.next(sequence, newest);
@@ -47,7 +50,10 @@ class Draft {
       : engine_(engine), options_(options), keeps_history_(options.kind == DraftKind::kNgram) {}
 
   /// For the steps to come. N-grams are only found if it was made for them.
-  void use(const DraftOptions& options) { options_ = options; }
+  void use(const DraftOptions& options) {
+    options_.kind = options.kind;
+    options_.accept = options.accept;
+  }
 
   /// A token of the prompt, or drawn: what n-grams are looked up in.
   void remember(TokenId token);

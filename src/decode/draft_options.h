@@ -22,6 +22,8 @@ struct DraftOptions {
   DraftKind kind = DraftKind::kNone;
   /// A right guess and what is drawn behind it are committed in one step.
   bool accept = false;
+  /// Also where every block is selected, and a guess has nothing to tell. For tests.
+  bool even_if_all_selected = false;
 };
 
 }  // namespace dualdecoder

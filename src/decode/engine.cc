@@ -198,6 +198,11 @@ Result<const float*> Engine::step(std::span<const StepGroup> groups) {
   return step_->run(groups);
 }
 
+bool Engine::needs_prediction(const Sequence& sequence) const {
+  if (!tiers_->tiered() || tiers_->options().policy == Policy::kFull) return false;
+  return !tiers_->selects_all(tiers_->candidates_at_position(sequence.tokens() + 1));
+}
+
 Status Engine::accept_guess(Sequence& sequence) {
   if (sequence.error()) return std::unexpected(*sequence.error());
   DD_CHECK(sequence.guessed() == 1, "the last step had no guess");

@@ -45,6 +45,10 @@ class Engine {
   /// full has an error() afterwards and meaningless logits; the others are as if it had not been there.
   Result<const float*> step(std::span<const StepGroup> groups);
 
+  /// Whether the token behind the next one of `sequence` will find more blocks beside its window than it may
+  /// select. Only then does a guess of it have anything to tell.
+  bool needs_prediction(const Sequence& sequence) const;
+
   /// Commits the guess of the last step, in which `sequence` had one. On an error (a full far tier) it is not
   /// committed, and nothing has changed.
   Status accept_guess(Sequence& sequence);

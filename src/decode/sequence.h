@@ -27,6 +27,12 @@ struct Selection {
     age = 0;
     end = candidates_end;
   }
+  /// Every candidate, those in [first, candidates_end): there is nothing to rank.
+  void take_all(BlockIndex first, BlockIndex candidates_end) {
+    blocks.clear();
+    for (BlockIndex block = first; block < candidates_end; ++block) blocks.push_back(block);
+    set_ranked(candidates_end);
+  }
   /// Takes in what has left the window since it was ranked.
   void extend(BlockIndex to) {
     for (; end < to; ++end) blocks.push_back(end);

@@ -185,7 +185,7 @@ void Step::keep_window_near(const Work& work, std::uint32_t position, LayerIndex
     case LayerKind::kSelecting:
       break;
   }
-  const Candidates candidates = candidates_at_position(position);
+  const Candidates candidates = tiers_.candidates_at_position(position);
   for (BlockIndex block; block < candidates.first && block.value < end; ++block)
     residency.want(layer, block, step);
   for (BlockIndex block = candidates.end; block.value < end; ++block) residency.want(layer, block, step);
@@ -235,10 +235,6 @@ void Step::add_digests(LayerIndex layer) {
 
 // ---- select
 
-Candidates Step::candidates_at_position(std::uint32_t position) const {
-  return candidates_at(tiers_.plan(), tiers_.options().recent_tokens, position);
-}
-
 // Of the last committed row; of the guess where that stands alone.
 const float* Step::own_query(const Work& work, const float* q) const {
   const std::uint32_t row = work.committed == 0 ? 0 : work.committed - 1;
@@ -250,7 +246,8 @@ const float* Step::last_query(const Work& work, const float* q) const {
 }
 
 // Ranks with this step's own queries, where the policy or the correction says so, nothing was ranked before,
-// or chunks that rank nothing have moved blocks out of the window since.
+// or chunks that rank nothing have moved blocks out of the window since. A context that the budget has room
+// for is taken whole.
 void Step::select(LayerIndex layer, const LayerRows& rows) {
   rank_requests_.clear();
   predicted_blocks_.clear();
@@ -259,8 +256,12 @@ void Step::select(LayerIndex layer, const LayerRows& rows) {
     work.selecting = selects(layer) && work.decodes();
     if (!work.selecting || work.sequence->error()) continue;
     const float* const q = own_query(work, rows.q);
-    const Candidates candidates = candidates_at_position(work.position);
-    const Selection& selection = work.sequence->selection(layer);
+    const Candidates candidates = tiers_.candidates_at_position(work.position);
+    Selection& selection = work.sequence->selection(layer);
+    if (tiers_.selects_all(candidates)) {
+      selection.take_all(candidates.first, candidates.end);
+      continue;
+    }
     if (selection.valid && selection.end == candidates.end && !ranks_with_own(work, layer, q)) continue;
     unkeep_selection(work, layer);
     rank_requests_.push_back({.sequence = work.sequence, .layer = layer, .q = q, .candidates = candidates});
@@ -308,6 +309,7 @@ void Step::unkeep_selection(const Work& work, LayerIndex layer) const {
 }
 
 void Step::rank() {
+  if (rank_requests_.empty()) return;
   const PassTimer timer(stats_.rank_ns);
   const std::uint32_t count = tiers_.plan().budget_blocks;
   if (policy() != Policy::kOracle) {
@@ -327,10 +329,15 @@ void Step::select_ahead(LayerIndex layer, const LayerRows& rows) {
   rank_requests_.clear();
   for (const Work& work : std::span(work_).first(works_)) {
     if (!work.decodes() || work.sequence->error()) continue;
+    const Candidates candidates = tiers_.candidates_at_position(work.position);
+    if (tiers_.selects_all(candidates)) {
+      work.sequence->selection(next).take_all(candidates.first, candidates.end);
+      continue;
+    }
     rank_requests_.push_back({.sequence = work.sequence,
                               .layer = next,
                               .q = own_query(work, rows.q_next),
-                              .candidates = candidates_at_position(work.position)});
+                              .candidates = candidates});
   }
   rank();
   for (Work& work : std::span(work_).first(works_)) {
@@ -342,7 +349,7 @@ void Step::select_ahead(LayerIndex layer, const LayerRows& rows) {
 
 void Step::list_blocks(Work& work, LayerIndex layer) const {
   if (work.selecting) {
-    list_selected(tiers_.geometry(), candidates_at_position(work.position),
+    list_selected(tiers_.geometry(), tiers_.candidates_at_position(work.position),
                   work.sequence->selection(layer).blocks, work.position, work.rows, work.list);
   } else {
     list_all(tiers_.geometry(), model_.hyperparameters().window[layer.value], work.position, work.rows,
@@ -353,7 +360,7 @@ void Step::list_blocks(Work& work, LayerIndex layer) const {
 // Adds what is near beside the selection. It is not wanted, so that what was selected longest ago still goes
 // first; nothing goes before this attention is done.
 void Step::add_resident(Work& work, LayerIndex layer) {
-  const Candidates candidates = candidates_at_position(work.position);
+  const Candidates candidates = tiers_.candidates_at_position(work.position);
   attended_ = work.sequence->selection(layer).blocks;
   work.sequence->residency().list_clean(layer, candidates.first, candidates.end, attended_);
   std::sort(attended_.begin(), attended_.end());
@@ -550,9 +557,14 @@ void Step::predict(LayerIndex layer, const LayerRows& rows) {
     const bool asked = work.decodes() || work.wants_logits;  // another chunk would not use it
     if (!asked || work.sequence->error()) continue;
     Selection& selection = work.sequence->selection(layer);
-    const Candidates candidates = candidates_at_position(work.next_position());
-    if (selection.valid && !ranks_again(selection, layer, candidates)) {
-      selection.extend(candidates.end);
+    const Candidates candidates = tiers_.candidates_at_position(work.next_position());
+    const bool whole = tiers_.selects_all(candidates);
+    if (whole || (selection.valid && !ranks_again(selection, layer, candidates))) {
+      if (whole) {
+        selection.take_all(candidates.first, candidates.end);
+      } else {
+        selection.extend(candidates.end);
+      }
       if (tiers_.layer(layer).ring == kNoRing)
         fetch_ahead(work, layer, work.next_position(), tiers_.step() + 1);
       continue;

@@ -156,7 +156,6 @@ class Step {
   }
   const float* own_query(const Work& work, const float* q) const;
   const float* last_query(const Work& work, const float* q) const;
-  Candidates candidates_at_position(std::uint32_t position) const;
 
   const Model& model_;
   Forward& forward_;
