@@ -76,8 +76,8 @@ class Engine {
   const Tiers& tiers() const { return *tiers_; }
   const NearTier& near() const { return tiers_->near(); }
   const StepStats& stats() const { return step_->stats(); }
-  const Coverage& coverage() const { return step_->coverage(); }
-  std::span<const LayerRecall> recall() const { return step_->recall(); }
+  const Coverage& coverage() const { return step_->predictor().coverage(); }
+  std::span<const LayerRecall> recall() const { return step_->predictor().recall(); }
   /// Everything beside weights, KV, digests and tables: activations and what attention works in.
   std::size_t activation_bytes() const { return forward_->activation_bytes() + step_->carry_bytes(); }
   const std::array<std::uint64_t, kPasses>& pass_ns() const { return step_->pass_ns(); }

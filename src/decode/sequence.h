@@ -27,11 +27,11 @@ struct Selection {
     age = 0;
     end = candidates_end;
   }
-  /// Every candidate, those in [first, candidates_end): there is nothing to rank.
-  void take_all(BlockIndex first, BlockIndex candidates_end) {
+  /// There is nothing to rank.
+  void take_all(const Candidates& candidates) {
     blocks.clear();
-    for (BlockIndex block = first; block < candidates_end; ++block) blocks.push_back(block);
-    set_ranked(candidates_end);
+    for (BlockIndex block = candidates.first; block < candidates.end; ++block) blocks.push_back(block);
+    set_ranked(candidates.end);
   }
   /// Takes in what has left the window since it was ranked.
   void extend(BlockIndex to) {

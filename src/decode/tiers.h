@@ -46,6 +46,9 @@ class Tiers {
   const KvGeometry& geometry() const { return plan_.geometry; }
   const LayerPlan& layer(LayerIndex layer) const { return plan_.layers[layer.value]; }
   bool tiered() const { return far_ != nullptr; }
+  bool selects(LayerIndex of) const {
+    return layer(of).kind == LayerKind::kSelecting && options_.policy != Policy::kFull;
+  }
 
   NearTier& near() const { return *near_; }
   /// Only when tiered.
