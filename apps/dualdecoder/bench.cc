@@ -31,6 +31,7 @@ struct BenchOptions {
   TierChoices tiers;
   std::vector<std::string> far = {"none"};
   std::vector<std::string> policies = {"previous"};
+  std::vector<std::string> attend = {TierChoices{}.attend};
   std::string fill = "prompt";
   std::string file;
   std::vector<std::uint32_t> prefill = {512};
@@ -47,6 +48,7 @@ struct Row {
   std::string engine = {};
   std::string far = {};
   std::string policy = {};
+  bool attends_resident = false;
   std::string test = {};
   std::uint32_t depth = 0;
   std::uint32_t sequences = 1;
@@ -153,7 +155,11 @@ class Bench {
           ours = *made;
           if (shares_engine(engine.tiers.policy)) shared = ours;
         }
-        contenders_.push_back(make_our_contender(ours, engine, far));
+        for (const std::string& attend : options_.attend) {
+          engine.tiers.attend_resident = attend == "resident";
+          contenders_.push_back(make_our_contender(ours, engine, far));
+          if (far == "none") break;
+        }
       }
     }
     if (options_.peer == "none") return {};
@@ -266,6 +272,7 @@ class Bench {
         rows[i].far = contender.far();
         rows[i].policy = contender.policy();
         rows[i].near_kv_bytes = contender.near_kv_bytes();
+        rows[i].attends_resident = contender.attends_resident();
         if (Status status = cut_back(contender, test.sequences, test.depth); !status) return status;
       }
       line.update((repeat + 1.0) / options_.repeats, fmt::format("{:.1f} tokens/s", tokens_per_s(rows[0])));
@@ -312,6 +319,7 @@ void print_json(const std::vector<Row>& rows, const BenchOptions& options, std::
     if (row.far != "none") {
       json["budget"] = options.tiers.budget;
       json["block_tokens"] = options.model.block_tokens;
+      json["attend"] = row.attends_resident ? "resident" : "selected";
       json["stall_share"] = row.tiers.stall_s / total_seconds(row);
       json["select_share"] = row.tiers.select_s / total_seconds(row);
       json["far_read_bytes_per_step"] = row.tiers.read_bytes / total_steps(row);
@@ -354,8 +362,9 @@ void print_markdown(const std::vector<Row>& rows, const BenchOptions& options, c
           row.tiers.blocks_late / total_steps(row), row.tiers.blocks_wasted / total_steps(row),
           guesses_text(row.tiers));
     }
-    fmt::print("| {} | {} | {} | {} | {} | {:.1f} | {:.2f} | ±{:.0f} % | {:.1f} | {} | {} |\n", row.test,
-               row.sequences, row.engine, row.far, row.policy, tokens_per_s(row), ms_per_step(row),
+    const char* const attends = row.attends_resident ? ", resident" : "";
+    fmt::print("| {} | {} | {} | {} | {}{} | {:.1f} | {:.2f} | ±{:.0f} % | {:.1f} | {} | {} |\n", row.test,
+               row.sequences, row.engine, row.far, row.policy, attends, tokens_per_s(row), ms_per_step(row),
                spread(row) * 100.0, static_cast<double>(row.near_kv_bytes) / 1048576.0, tiers,
                row.speedup ? fmt::format("{:.2f}x", *row.speedup) : "");
   }
@@ -399,6 +408,14 @@ void add_bench_command(CLI::App& app, int& exit_code) {
       ->type_name("NAME,...");
   command
       ->add_option(
+  command->remove_option(command->get_option("--attend"));  // a list here
+  command
+      ->add_option("--attend", options->attend,
+                   "What each policy attends to beside the window: selected, resident")
+      ->delimiter(',')
+      ->capture_default_str()
+      ->check(CLI::IsMember({"selected", "resident"}))
+      ->type_name("NAME,...");
           "--fill", options->fill,
           "How our sequences reach a depth: prompt, or synthetic (random KV: shows speed alone); libllama "
           "computes one prompt and copies it")

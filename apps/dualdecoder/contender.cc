@@ -22,12 +22,14 @@ class Ours final : public Contender {
         engine_(ours_->engine.get()),
         sequences_(ours_->sequences),
         policy_(options.tiers.policy),
+        attend_resident_(options.tiers.attend_resident),
         draft_(options.draft),
         far_(std::move(far)) {}
 
   std::string engine() const override { return "dualdecoder"; }
   std::string far() const override { return far_; }
   std::string policy() const override { return engine_->plan().tiered() ? policy_name(policy_) : "dense"; }
+  bool attends_resident() const override { return engine_->plan().tiered() && attend_resident_; }
   bool content_matters() const override { return true; }
   std::uint32_t depth(std::uint32_t sequence) const override { return sequences_[sequence]->tokens(); }
   Status append(std::uint32_t sequence, std::span<const TokenId> tokens) override {
@@ -96,6 +98,7 @@ class Ours final : public Contender {
   }
 
   Status step(std::span<Decoding> all) {
+    engine_->set_attend_resident(attend_resident_);
     groups_.clear();
     members_.clear();
     const Stopwatch watch;
@@ -134,6 +137,7 @@ class Ours final : public Contender {
   std::string far_;
   std::vector<StepGroup> groups_;
   std::vector<Decoding*> members_;  // of groups_
+  bool attend_resident_;
   DraftStats drafts_;
   PolicyChooser chooser_;  // for Policy::kAuto
 };

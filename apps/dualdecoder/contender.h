@@ -36,6 +36,7 @@ class Contender {
   virtual std::string far() const = 0;     // "none", "host", "file:DIR"
   virtual std::string policy() const = 0;  // "dense" when all KV is near
   virtual std::uint32_t depth(std::uint32_t sequence) const = 0;
+  virtual bool attends_resident() const { return false; }
   /// Whether its speed depends on what the sequences hold. Where it does not, they need not differ.
   virtual bool content_matters() const = 0;
   virtual Status append(std::uint32_t sequence, std::span<const TokenId> tokens) = 0;
@@ -49,8 +50,8 @@ class Contender {
   virtual TierTotals totals() const { return {}; }
 };
 
-/// One of our engines and its sequences. Contenders that differ in their policy alone can share it, and with
-/// it the KV: then it is filled once.
+/// One of our engines and its sequences. Contenders that differ in their policy and in what they attend to
+/// alone can share it, and with it the KV: then it is filled once.
 struct OurEngine {
   std::unique_ptr<Engine> engine;
   std::vector<std::unique_ptr<Sequence>> sequences;  // go before the engine

@@ -68,6 +68,8 @@ class Engine {
   /// The same with the first and the last tokens, which are always near. kInvalidArgument for more of either
   /// than the engine was made with.
   Status set_window(std::uint32_t sink_tokens, std::uint32_t recent_tokens);
+  /// Whether a token attends to all that is near (TierOptions::attend_resident), for the steps to come.
+  void set_attend_resident(bool resident) { tiers_->set_attend_resident(resident); }
 
   const Model& model() const { return model_; }
   const EngineOptions& options() const { return options_; }

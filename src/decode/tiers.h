@@ -31,6 +31,7 @@ class Tiers {
     options_.policy = policy;
     plan_.budget_blocks = budget_blocks;
   }
+  void set_attend_resident(bool resident) { options_.attend_resident = resident; }
   void set_window(std::uint32_t sink_tokens, std::uint32_t recent_tokens) {
     options_.recent_tokens = recent_tokens;
     plan_.sink_blocks = geometry().blocks_for(sink_tokens);
