@@ -14,7 +14,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr DraftKind kEveryDraft[] = {DraftKind::kSelf, DraftKind::kNgram, DraftKind::kKeep};
+constexpr DraftKind kEveryDraft[] = {DraftKind::kSelf, DraftKind::kNgram, DraftKind::kKeep,
+                                     DraftKind::kModel};
 constexpr Correction kEveryCorrection[] = {{},
                                            {.kind = Correction::Kind::kMiss, .cosine = 0.0f},
                                            {.kind = Correction::Kind::kCosine, .cosine = 0.9f}};
@@ -29,6 +30,7 @@ class Dual : public TieredEngines, public testing::WithParamInterface<const char
   void SetUp() override {
     const std::string architecture = GetParam();
     model_ = load({.architecture = architecture, .layers = architecture == "gemma3" ? 4U : 3U});
+    draft_model_ = load({.layers = 1, .embedding = 32, .heads = 2, .feed_forward = 64, .seed = 9}, "draft");
   }
 
   /// All near, no guesses.
@@ -37,7 +39,7 @@ class Dual : public TieredEngines, public testing::WithParamInterface<const char
     options.tiers.far = {};
     return options;
   }
-  static EngineOptions dual_options(std::uint32_t sequences, std::uint32_t budget_tokens) {
+  EngineOptions dual_options(std::uint32_t sequences, std::uint32_t budget_tokens) const {
     EngineOptions options = small_options(sequences);
     options.tiers.far.kind = FarKind::kHost;
     options.tiers.policy = Policy::kDual;
@@ -46,8 +48,8 @@ class Dual : public TieredEngines, public testing::WithParamInterface<const char
     return options;
   }
   /// Wherever they can stand, so that the laws see them.
-  static DraftOptions guesses(DraftKind kind, bool accept) {
-    return {.kind = kind, .accept = accept, .even_if_all_selected = true};
+  DraftOptions guesses(DraftKind kind, bool accept) const {
+    return {.kind = kind, .accept = accept, .even_if_all_selected = true, .model = draft_model_.get()};
   }
 
   static GenerationOptions generation_options(float temperature, std::uint32_t index, std::uint32_t tokens) {
@@ -106,6 +108,7 @@ class Dual : public TieredEngines, public testing::WithParamInterface<const char
 
   static void expect_all_given_back(const Engine& engine) {
     EXPECT_EQ(engine.near().bytes_in_use(), 0U);
+    EXPECT_EQ(engine.draft() == nullptr ? 0U : engine.draft()->near().bytes_in_use(), 0U);
     EXPECT_EQ(engine.tiers().far().pages_in_use(), 0U);
   }
 
@@ -132,6 +135,7 @@ class Dual : public TieredEngines, public testing::WithParamInterface<const char
   }
 
   std::unique_ptr<Model> model_;
+  std::unique_ptr<Model> draft_model_;  // of the same vocabulary, and else quite different
 };
 INSTANTIATE_TEST_SUITE_P(Models, Dual, testing::Values("llama", "gemma3"),
                          [](const auto& family) { return std::string(family.param); });
@@ -209,7 +213,7 @@ TEST_P(Dual, WritesTheTextOfAllNearFromEveryFarTierUnderAnyLatency) {
   for (std::uint64_t seed = 1; seed <= 20; ++seed) {
     SCOPED_TRACE(fmt::format("seed {}", seed));
     std::mt19937_64 random(seed);
-    options.draft = guesses(kEveryDraft[random() % 3], random() % 2 == 0);
+    options.draft = guesses(kEveryDraft[random() % std::size(kEveryDraft)], random() % 2 == 0);
     options.tiers.correction = kEveryCorrection[random() % 3];
     options.tiers.near_tokens = 1 + static_cast<std::uint32_t>(random() % 400);
     options.block_tokens = 16U << random() % 3;
@@ -247,13 +251,77 @@ TEST_P(Dual, EveryGuessOfAPrimedChainIsRightWhereEverythingIsSelected) {
   }
 }
 
-TEST_P(Dual, NothingIsGuessedOrRankedWhereEverythingIsSelected) {
-  EngineOptions options = dual_options(1, kTierContext);
-  options.draft = {.kind = DraftKind::kSelf};
+// As far as a draft model can be right: it is the same one, with full attention.
+TEST_P(Dual, AModelThatDraftsForItselfIsAlwaysRightWhereEverythingIsSelected) {
+  for (const bool accept : {false, true}) {
+    EngineOptions options = dual_options(2, kTierContext);
+    options.draft = guesses(DraftKind::kModel, accept);
+    options.draft.model = model_.get();
+    for (const Text& text : write(*engine(*model_, options), 0.8f)) {
+      EXPECT_EQ(text.draft.primings, 0U);
+      EXPECT_EQ(text.draft.right, text.draft.guesses);
+      EXPECT_EQ(text.draft.accepted, accept ? text.draft.guesses : 0);
+      EXPECT_GE(text.draft.guesses, text.tokens.size() / 2 - 1);
+    }
+  }
+}
+
+TEST_P(Dual, TheKvOfADraftModelIsPlannedAndNoMoreIsTaken) {
+  EngineOptions options = dual_options(3, 64);
+  options.draft = guesses(DraftKind::kModel, true);
   const auto dual = engine(*model_, options);
-  const Text text = write(*dual, 0.0f).front();
-  EXPECT_EQ(text.draft.guesses + text.draft.primings, 0U);
-  EXPECT_EQ(dual->stats().rank_ns, 0U);
+  EXPECT_EQ(dual->plan().draft_bytes, dual->draft()->near().bytes_capacity());
+  EXPECT_EQ(dual->plan().near_bytes(), dual->near().bytes_capacity());
+  write(*dual, 0.8f);
+  expect_all_given_back(*dual);
+}
+
+TEST_P(Dual, RefusesADraftModelOfAnotherVocabulary) {
+  const auto refusal = [&](const std::string& name, std::vector<std::string> texts) {
+    TinyModelOptions tiny{.layers = 1};
+    tiny.edit_keys = [&](gguf_context* gguf) {
+      std::vector<const char*> pointers;
+      for (const std::string& text : texts) pointers.push_back(text.c_str());
+      gguf_set_arr_str(gguf, "tokenizer.ggml.tokens", pointers.data(), pointers.size());
+      const std::vector<float> scores(texts.size(), 0.0f);
+      gguf_set_arr_data(gguf, "tokenizer.ggml.scores", GGUF_TYPE_FLOAT32, scores.data(), scores.size());
+      std::vector<std::int32_t> kinds(texts.size(), 6);  // bytes
+      std::fill_n(kinds.begin(), kTinyFirstByte, 3);     // control
+      std::fill(kinds.begin() + kTinyFirstByte + 256, kinds.end(), 1);
+      gguf_set_arr_data(gguf, "tokenizer.ggml.token_type", GGUF_TYPE_INT32, kinds.data(), kinds.size());
+    };
+    const auto rows = static_cast<std::int64_t>(texts.size());
+    tiny.shapes = {{"token_embd.weight", {tiny.embedding, rows}}, {"output.weight", {tiny.embedding, rows}}};
+    const auto other = load(tiny, name);
+    EngineOptions options = dual_options(1, 64);
+    options.draft = {.kind = DraftKind::kModel, .model = other.get()};
+    const auto refused = Engine::create(*model_, options);
+    return refused ? std::string() : refused.error().message;
+  };
+  std::vector<std::string> texts;
+  for (TokenId token = 0; token < static_cast<TokenId>(kTinyVocabulary); ++token) {
+    const bool byte = token >= kTinyFirstByte && token < kTinyFirstByte + 256;
+    texts.push_back(byte ? fmt::format("<0x{:02X}>", token - kTinyFirstByte)
+                         : model_->vocabulary().piece(token, true));
+  }
+  texts[3] = "<blank>";
+  EXPECT_THAT(refusal("renamed", texts), testing::AllOf(testing::HasSubstr("token 3 is \"<blank>\" in "),
+                                                        testing::HasSubstr("\"<pad>\" in ")));
+  texts.push_back("more");
+  EXPECT_THAT(refusal("larger", texts), testing::AllOf(testing::HasSubstr("has 262 tokens"),
+                                                       testing::HasSubstr("has 261; a draft model")));
+}
+
+TEST_P(Dual, NothingIsGuessedWhereEverythingIsSelectedUnlessItMayBeAccepted) {
+  for (const bool accept : {false, true}) {
+    EngineOptions options = dual_options(1, kTierContext);
+    options.draft = {.kind = DraftKind::kModel, .accept = accept, .model = model_.get()};
+    const auto dual = engine(*model_, options);
+    const Text text = write(*dual, 0.0f).front();
+    EXPECT_EQ(text.draft.primings, 0U);
+    EXPECT_EQ(text.draft.guesses > 0, accept);
+    EXPECT_EQ(dual->stats().rank_ns, 0U);
+  }
 }
 
 // From a prompt that the budget has room for to one that it has not.
@@ -330,8 +398,8 @@ TEST_P(Dual, GuessesUpToTheLastTokenOfTheContext) {
   const auto prompt = random_tokens(kTierContext - 40, 9);
   GenerationOptions generation_setup = generation_options(0.0f, 0, 1000);
   std::vector<std::vector<TokenId>> texts;
-  for (const DraftOptions draft : {guesses(DraftKind::kNone, false), guesses(DraftKind::kSelf, false),
-                                   guesses(DraftKind::kNgram, true)}) {
+  for (const DraftOptions& draft : {guesses(DraftKind::kNone, false), guesses(DraftKind::kSelf, false),
+                                    guesses(DraftKind::kNgram, true), guesses(DraftKind::kModel, true)}) {
     options.draft = draft;
     const auto dual = engine(*model_, options);
     texts.push_back(write_alone(*dual, prompt, generation_setup));
@@ -339,6 +407,7 @@ TEST_P(Dual, GuessesUpToTheLastTokenOfTheContext) {
   EXPECT_EQ(texts[0].size(), 40U);
   EXPECT_EQ(texts[1], texts[0]);
   EXPECT_EQ(texts[2], texts[0]);
+  EXPECT_EQ(texts[3], texts[0]);
 }
 
 TEST_P(Dual, RefusesAGuessBehindSeveralTokensOrBeyondTheContextAndCommitsNothing) {

@@ -95,8 +95,9 @@ def test_the_closing_line_names_both_tiers_and_the_file_goes_with_the_process(ru
         (["--far", "host", "--budget", "0"], ["--budget 0"]),
         (["--far", "host", "--residency", "most"], ["--residency most", "auto, all, none"]),
         (["--far", "host", "--correct", "cosine:2"], ["--correct cosine:2", "cosine:T"]),
-        (["--far", "host", "--draft", "oracle"], ["--draft oracle", "self, ngram, keep"]),
+        (["--far", "host", "--draft", "oracle"], ["--draft oracle", "self, ngram, keep, model:FILE"]),
         (["--far", "host", "--accept"], ["--accept", "--draft ngram"]),
+        (["--far", "host", "--policy", "auto", "--draft", "model:x.gguf"], ["--draft model", "n-grams"]),
     ],
 )
 def test_choices_that_make_no_sense_are_refused_with_exit_code_2(run, arguments, parts):

@@ -143,6 +143,7 @@ class Bench {
         choices.far = far;
         choices.policy = policy;
         if (Status status = choose_tiers(choices, engine); !status) return status;
+        if (Status status = load_draft(engine, draft_model_); !status) return status;
         engine.outputs_max = 2 * sequences;  // as many for all, whether they guess or not
         std::shared_ptr<OurEngine> ours = shares_engine(engine.tiers.policy) ? shared : nullptr;
         if (ours == nullptr) {
@@ -271,8 +272,8 @@ class Bench {
         rows[i].engine = contender.engine();
         rows[i].far = contender.far();
         rows[i].policy = contender.policy();
-        rows[i].near_kv_bytes = contender.near_kv_bytes();
         rows[i].attends_resident = contender.attends_resident();
+        rows[i].near_kv_bytes = contender.near_kv_bytes();
         if (Status status = cut_back(contender, test.sequences, test.depth); !status) return status;
       }
       line.update((repeat + 1.0) / options_.repeats, fmt::format("{:.1f} tokens/s", tokens_per_s(rows[0])));
@@ -295,6 +296,7 @@ class Bench {
   const Model& model_;
   EngineOptions engine_options_;
   TokenSource source_;
+  std::unique_ptr<Model> draft_model_;  // of all engines
   std::vector<std::unique_ptr<Contender>> contenders_;
   std::vector<std::string> directories_;  // that were made here
   std::vector<Row> rows_;
@@ -317,9 +319,9 @@ void print_json(const std::vector<Row>& rows, const BenchOptions& options, std::
                                    {"far", row.far},
                                    {"fill", options.fill}};
     if (row.far != "none") {
+      json["attend"] = row.attends_resident ? "resident" : "selected";
       json["budget"] = options.tiers.budget;
       json["block_tokens"] = options.model.block_tokens;
-      json["attend"] = row.attends_resident ? "resident" : "selected";
       json["stall_share"] = row.tiers.stall_s / total_seconds(row);
       json["select_share"] = row.tiers.select_s / total_seconds(row);
       json["far_read_bytes_per_step"] = row.tiers.read_bytes / total_steps(row);
@@ -406,8 +408,6 @@ void add_bench_command(CLI::App& app, int& exit_code) {
       ->delimiter(',')
       ->capture_default_str()
       ->type_name("NAME,...");
-  command
-      ->add_option(
   command->remove_option(command->get_option("--attend"));  // a list here
   command
       ->add_option("--attend", options->attend,
@@ -416,6 +416,8 @@ void add_bench_command(CLI::App& app, int& exit_code) {
       ->capture_default_str()
       ->check(CLI::IsMember({"selected", "resident"}))
       ->type_name("NAME,...");
+  command
+      ->add_option(
           "--fill", options->fill,
           "How our sequences reach a depth: prompt, or synthetic (random KV: shows speed alone); libllama "
           "computes one prompt and copies it")

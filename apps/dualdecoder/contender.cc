@@ -49,7 +49,7 @@ class Ours final : public Contender {
     std::vector<Decoding> all;
     for (std::size_t i = 0; i < first.size(); ++i) {
       all.push_back({.sequence = sequences_[i].get(),
-                     .draft = Draft(*engine_, draft_),
+                     .draft = Draft(*engine_, draft_, follower(i)),
                      .newest = first[i],
                      .left = tokens});
       for (const TokenId token : ours_->texts[i]) all.back().draft.remember(token);
@@ -92,13 +92,17 @@ class Ours final : public Contender {
 
   std::vector<TokenId>& text(std::uint32_t sequence) { return ours_->texts[sequence]; }
 
+  std::shared_ptr<Follower> follower(std::size_t sequence) const {
+    return ours_->followers.empty() ? nullptr : ours_->followers[sequence];
+  }
+
   Status follow_policy() {
     if (!engine_->plan().tiered()) return {};
+    engine_->set_attend_resident(attend_resident_);
     return engine_->set_selection(policy_, engine_->options().tiers.budget_tokens);
   }
 
   Status step(std::span<Decoding> all) {
-    engine_->set_attend_resident(attend_resident_);
     groups_.clear();
     members_.clear();
     const Stopwatch watch;
@@ -133,11 +137,11 @@ class Ours final : public Contender {
   Engine* engine_;
   std::span<const std::unique_ptr<Sequence>> sequences_;
   Policy policy_;
+  bool attend_resident_;
   DraftOptions draft_;
   std::string far_;
   std::vector<StepGroup> groups_;
   std::vector<Decoding*> members_;  // of groups_
-  bool attend_resident_;
   DraftStats drafts_;
   PolicyChooser chooser_;  // for Policy::kAuto
 };
@@ -211,6 +215,7 @@ Result<std::shared_ptr<OurEngine>> OurEngine::create(const Model& model, const E
     auto sequence = ours->engine->new_sequence();
     if (!sequence) return std::unexpected(sequence.error());
     ours->sequences.push_back(std::move(*sequence));
+    if (Engine* draft = ours->engine->draft()) ours->followers.push_back(std::make_shared<Follower>(*draft));
   }
   return ours;
 }

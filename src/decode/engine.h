@@ -72,6 +72,8 @@ class Engine {
   void set_attend_resident(bool resident) { tiers_->set_attend_resident(resident); }
 
   const Model& model() const { return model_; }
+  /// Of DraftKind::kModel; else null.
+  Engine* draft() const { return draft_.get(); }
   const EngineOptions& options() const { return options_; }
   std::uint32_t context() const { return options_.context; }
   const MemoryPlan& plan() const { return tiers_->plan(); }
@@ -80,8 +82,11 @@ class Engine {
   const StepStats& stats() const { return step_->stats(); }
   const Coverage& coverage() const { return step_->predictor().coverage(); }
   std::span<const LayerRecall> recall() const { return step_->predictor().recall(); }
-  /// Everything beside weights, KV, digests and tables: activations and what attention works in.
-  std::size_t activation_bytes() const { return forward_->activation_bytes() + step_->carry_bytes(); }
+  /// Everything beside weights, KV, digests and tables: activations and what attention works in. With the
+  /// draft's.
+  std::size_t activation_bytes() const {
+    return forward_->activation_bytes() + step_->carry_bytes() + (draft_ ? draft_->activation_bytes() : 0);
+  }
   const std::array<std::uint64_t, kPasses>& pass_ns() const { return step_->pass_ns(); }
 
  private:
@@ -92,6 +97,7 @@ class Engine {
 
   const Model& model_;
   EngineOptions options_;
+  std::unique_ptr<Engine> draft_;
   std::unique_ptr<Forward> forward_;
   std::unique_ptr<Step> step_;
   std::unique_ptr<Tiers> tiers_;  // goes first: it waits for late reads, of which the step keeps the flags
