@@ -312,6 +312,49 @@ TEST_P(Dual, RefusesADraftModelOfAnotherVocabulary) {
                                                        testing::HasSubstr("has 261; a draft model")));
 }
 
+// Both go on inside the last page of what they share, which the guesses' K and V come to lie in.
+TEST_P(Dual, GuessesOfASequenceLeaveThePagesItSharesUntouched) {
+  const auto prompt = random_tokens(203, 11);
+  ASSERT_NE(prompt.size() % small_options(1).block_tokens, 0U);
+  for (const std::uint32_t budget : {64U, kTierContext}) {
+    SCOPED_TRACE(fmt::format("budget {}", budget));
+    EngineOptions options = dual_options(3, budget);
+    options.tiers.correction = kEveryCorrection[1];  // each token attends to what its own query selects
+    const auto dual = engine(*model_, options);
+    const auto guessing = new_sequence(*dual);
+    ASSERT_TRUE(dual->prefill(*guessing, prompt));
+    auto together = dual->fork(*guessing, 203);
+    auto later = dual->fork(*guessing, 197);  // and one that cuts into the page
+    ASSERT_TRUE(together && later);
+    std::mt19937_64 random(13);
+    const auto own = random_tokens(60, 14);
+    const auto others = random_tokens(60, 15);
+    const std::vector<std::optional<TokenId>> none(own.size());
+    const Guessed own_alone = play_guesses(*engine(*model_, options), prompt, own, none);
+    const Guessed others_alone = play_guesses(*engine(*model_, options), prompt, others, none);
+    const Guessed later_alone =
+        play_guesses(*engine(*model_, options), std::span(prompt).first(197), others, none);
+    for (std::size_t i = 0; i < own.size(); ++i) {
+      const bool right = i + 1 < own.size() && random() % 2 == 0;
+      const TokenId guess = right ? own[i + 1] : static_cast<TokenId>(random() % kTinyVocabulary);
+      const std::array groups = {
+          StepGroup{.sequence = guessing.get(), .tokens = std::span(own).subspan(i, 1), .guess = guess},
+          StepGroup{.sequence = together->get(), .tokens = std::span(others).subspan(i, 1)}};
+      const auto logits = dual->step(groups);
+      ASSERT_TRUE(logits) << logits.error().message;
+      ASSERT_TRUE(same_bits(copy_row(*logits), own_alone.committed[i])) << "token " << i;
+      ASSERT_TRUE(same_bits(copy_row(*logits + 2 * kTinyVocabulary), others_alone.committed[i]))
+          << "token " << i;
+    }
+    for (std::size_t i = 0; i < others.size(); ++i) {
+      const StepGroup group{.sequence = later->get(), .tokens = std::span(others).subspan(i, 1)};
+      const auto logits = dual->step(std::span(&group, 1));
+      ASSERT_TRUE(logits) << logits.error().message;
+      ASSERT_TRUE(same_bits(copy_row(*logits), later_alone.committed[i])) << "token " << i;
+    }
+  }
+}
+
 TEST_P(Dual, NothingIsGuessedWhereEverythingIsSelectedUnlessItMayBeAccepted) {
   for (const bool accept : {false, true}) {
     EngineOptions options = dual_options(1, kTierContext);
