@@ -55,9 +55,10 @@ struct Row {
   std::uint32_t steps = 1;  // per measurement
   std::uint32_t tokens_per_step = 1;
   std::uint64_t near_kv_bytes = 0;
-  TierTotals tiers = {};               // over all repetitions
-  std::vector<double> seconds = {};    // one per repetition
-  std::optional<double> speedup = {};  // over the peer, median of pairs
+  TierTotals tiers = {};                // over all repetitions
+  std::vector<double> seconds = {};     // one per repetition
+  std::optional<double> speedup = {};   // over the peer, median of pairs
+  std::optional<double> vs_first = {};  // over the first engine of the list, the same
 };
 
 double tokens_per_s(const Row& row) { return row.steps * row.tokens_per_step / median(row.seconds); }
@@ -66,6 +67,14 @@ double ms_per_step(const Row& row) { return median(row.seconds) / row.steps * 1e
 double spread(const Row& row) {
   const auto [low, high] = std::minmax_element(row.seconds.begin(), row.seconds.end());
   return (*high - *low) / 2.0 / median(row.seconds);
+}
+
+/// Time of `a` by that of `b`, over the repetitions that both have been through.
+std::optional<double> median_ratio(const Row& a, const Row& b) {
+  std::vector<double> ratios;
+  for (std::size_t r = 0; r < a.seconds.size() && r < b.seconds.size(); ++r)
+    ratios.push_back(a.seconds[r] / b.seconds[r]);
+  return ratios.empty() ? std::nullopt : std::optional(median(ratios));
 }
 
 double total_seconds(const Row& row) { return std::accumulate(row.seconds.begin(), row.seconds.end(), 0.0); }
@@ -279,11 +288,10 @@ class Bench {
       line.update((repeat + 1.0) / options_.repeats, fmt::format("{:.1f} tokens/s", tokens_per_s(rows[0])));
     }
     if (rows[0].seconds.empty()) return {};
-    for (std::size_t i = 0; options_.peer != "none" && i + 1 < rows.size(); ++i) {
-      std::vector<double> ratios;
-      for (std::size_t r = 0; r < rows[i].seconds.size() && r < rows.back().seconds.size(); ++r)
-        ratios.push_back(rows.back().seconds[r] / rows[i].seconds[r]);
-      if (!ratios.empty()) rows[i].speedup = median(ratios);
+    const bool peer = options_.peer != "none";
+    for (std::size_t i = 0; i + (peer ? 1 : 0) < rows.size(); ++i) {
+      if (peer) rows[i].speedup = median_ratio(rows.back(), rows[i]);
+      if (i > 0) rows[i].vs_first = median_ratio(rows.front(), rows[i]);
     }
     std::erase_if(rows, [](const Row& row) { return row.seconds.empty(); });
     rows_.insert(rows_.end(), rows.begin(), rows.end());
@@ -332,6 +340,7 @@ void print_json(const std::vector<Row>& rows, const BenchOptions& options, std::
       if (row.tiers.guesses > 0.0) json["guesses_right"] = row.tiers.guesses_right / row.tiers.guesses;
     }
     if (row.speedup) json["speedup"] = *row.speedup;
+    if (row.vs_first) json["vs_first"] = *row.vs_first;
     list.push_back(std::move(json));
   }
   fmt::print("{}\n", list.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace));
@@ -351,9 +360,10 @@ void print_markdown(const std::vector<Row>& rows, const BenchOptions& options, c
   if (options.fill == "synthetic") fmt::print(", filled with random KV (speed only)");
   fmt::print(
       "\n\n| test | sequences | engine | far | policy | tokens/s | ms/step | spread | near KV MiB | "
-      "far MiB/step | stall | ranking | missed / late / wasted blocks/step | guesses right | vs libllama "
+      "far MiB/step | stall | ranking | missed / late / wasted blocks/step | guesses right | vs first | vs "
+      "libllama "
       "|\n");
-  fmt::print("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n");
+  fmt::print("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n");
   for (const Row& row : rows) {
     std::string tiers = "| | | |";
     if (row.far != "none") {
@@ -365,9 +375,10 @@ void print_markdown(const std::vector<Row>& rows, const BenchOptions& options, c
           guesses_text(row.tiers));
     }
     const char* const attends = row.attends_resident ? ", resident" : "";
-    fmt::print("| {} | {} | {} | {} | {}{} | {:.1f} | {:.2f} | ±{:.0f} % | {:.1f} | {} | {} |\n", row.test,
-               row.sequences, row.engine, row.far, row.policy, attends, tokens_per_s(row), ms_per_step(row),
-               spread(row) * 100.0, static_cast<double>(row.near_kv_bytes) / 1048576.0, tiers,
+    fmt::print("| {} | {} | {} | {} | {}{} | {:.1f} | {:.2f} | ±{:.0f} % | {:.1f} | {} | {} | {} |\n",
+               row.test, row.sequences, row.engine, row.far, row.policy, attends, tokens_per_s(row),
+               ms_per_step(row), spread(row) * 100.0, static_cast<double>(row.near_kv_bytes) / 1048576.0,
+               tiers, row.vs_first ? fmt::format("{:.3f}x", *row.vs_first) : "",
                row.speedup ? fmt::format("{:.2f}x", *row.speedup) : "");
   }
 }
