@@ -287,6 +287,12 @@ class Bench {
       }
       line.update((repeat + 1.0) / options_.repeats, fmt::format("{:.1f} tokens/s", tokens_per_s(rows[0])));
     }
+    line.clear();
+    for (const auto& contender : contenders_) {
+      if (!contender->choice().empty())
+        fmt::print(stderr, "{} x {}, {}, auto: {}\n", test.test, test.sequences, contender->far(),
+                   contender->choice());
+    }
     if (rows[0].seconds.empty()) return {};
     const bool peer = options_.peer != "none";
     for (std::size_t i = 0; i + (peer ? 1 : 0) < rows.size(); ++i) {

@@ -68,6 +68,7 @@ class Ours final : public Contender {
   std::uint64_t near_kv_bytes() const override {
     return engine_->plan().tiered() ? engine_->plan().near_bytes() : engine_->near().bytes_in_use();
   }
+  std::string choice() const override { return policy_ == Policy::kAuto ? chooser_.reason() : ""; }
   TierTotals totals() const override {
     if (!engine_->plan().tiered()) return {};
     const StepStats& step = engine_->stats();

@@ -49,6 +49,8 @@ class Contender {
   virtual Status truncate(std::uint32_t sequence, std::uint32_t tokens) = 0;
   virtual std::uint64_t near_kv_bytes() const = 0;
   virtual TierTotals totals() const { return {}; }
+  /// What the policy auto chose and why; else empty.
+  virtual std::string choice() const { return ""; }
 };
 
 /// One of our engines and its sequences. Contenders that differ in their policy and in what they attend to
