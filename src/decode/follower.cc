@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/check.h"
+
 namespace dualdecoder {
 
 std::optional<std::span<const float>> Follower::next(std::span<const TokenId> text) {
