@@ -31,6 +31,7 @@ struct BenchOptions {
   TierChoices tiers;
   std::vector<std::string> far = {"none"};
   std::vector<std::string> policies = {"previous"};
+  std::vector<std::string> attend = {TierChoices{}.attend};
   std::string fill = "prompt";
   std::string file;
   std::vector<std::uint32_t> prefill = {512};
@@ -47,15 +48,17 @@ struct Row {
   std::string engine = {};
   std::string far = {};
   std::string policy = {};
+  bool attends_resident = false;
   std::string test = {};
   std::uint32_t depth = 0;
   std::uint32_t sequences = 1;
   std::uint32_t steps = 1;  // per measurement
   std::uint32_t tokens_per_step = 1;
   std::uint64_t near_kv_bytes = 0;
-  TierTotals tiers = {};               // over all repetitions
-  std::vector<double> seconds = {};    // one per repetition
-  std::optional<double> speedup = {};  // over the peer, median of pairs
+  TierTotals tiers = {};                // over all repetitions
+  std::vector<double> seconds = {};     // one per repetition
+  std::optional<double> speedup = {};   // over the peer, median of pairs
+  std::optional<double> vs_first = {};  // over the first engine of the list, the same
 };
 
 double tokens_per_s(const Row& row) { return row.steps * row.tokens_per_step / median(row.seconds); }
@@ -64,6 +67,14 @@ double ms_per_step(const Row& row) { return median(row.seconds) / row.steps * 1e
 double spread(const Row& row) {
   const auto [low, high] = std::minmax_element(row.seconds.begin(), row.seconds.end());
   return (*high - *low) / 2.0 / median(row.seconds);
+}
+
+/// Time of `a` by that of `b`, over the repetitions that both have been through.
+std::optional<double> median_ratio(const Row& a, const Row& b) {
+  std::vector<double> ratios;
+  for (std::size_t r = 0; r < a.seconds.size() && r < b.seconds.size(); ++r)
+    ratios.push_back(a.seconds[r] / b.seconds[r]);
+  return ratios.empty() ? std::nullopt : std::optional(median(ratios));
 }
 
 double total_seconds(const Row& row) { return std::accumulate(row.seconds.begin(), row.seconds.end(), 0.0); }
@@ -141,6 +152,7 @@ class Bench {
         choices.far = far;
         choices.policy = policy;
         if (Status status = choose_tiers(choices, engine); !status) return status;
+        if (Status status = load_draft(engine, draft_model_); !status) return status;
         engine.outputs_max = 2 * sequences;  // as many for all, whether they guess or not
         std::shared_ptr<OurEngine> ours = shares_engine(engine.tiers.policy) ? shared : nullptr;
         if (ours == nullptr) {
@@ -153,7 +165,11 @@ class Bench {
           ours = *made;
           if (shares_engine(engine.tiers.policy)) shared = ours;
         }
-        contenders_.push_back(make_our_contender(ours, engine, far));
+        for (const std::string& attend : options_.attend) {
+          engine.tiers.attend_resident = attend == "resident";
+          contenders_.push_back(make_our_contender(ours, engine, far));
+          if (far == "none") break;
+        }
       }
     }
     if (options_.peer == "none") return {};
@@ -265,17 +281,23 @@ class Bench {
         rows[i].engine = contender.engine();
         rows[i].far = contender.far();
         rows[i].policy = contender.policy();
+        rows[i].attends_resident = contender.attends_resident();
         rows[i].near_kv_bytes = contender.near_kv_bytes();
         if (Status status = cut_back(contender, test.sequences, test.depth); !status) return status;
       }
       line.update((repeat + 1.0) / options_.repeats, fmt::format("{:.1f} tokens/s", tokens_per_s(rows[0])));
     }
+    line.clear();
+    for (const auto& contender : contenders_) {
+      if (!contender->choice().empty())
+        fmt::print(stderr, "{} x {}, {}, auto: {}\n", test.test, test.sequences, contender->far(),
+                   contender->choice());
+    }
     if (rows[0].seconds.empty()) return {};
-    for (std::size_t i = 0; options_.peer != "none" && i + 1 < rows.size(); ++i) {
-      std::vector<double> ratios;
-      for (std::size_t r = 0; r < rows[i].seconds.size() && r < rows.back().seconds.size(); ++r)
-        ratios.push_back(rows.back().seconds[r] / rows[i].seconds[r]);
-      if (!ratios.empty()) rows[i].speedup = median(ratios);
+    const bool peer = options_.peer != "none";
+    for (std::size_t i = 0; i + (peer ? 1 : 0) < rows.size(); ++i) {
+      if (peer) rows[i].speedup = median_ratio(rows.back(), rows[i]);
+      if (i > 0) rows[i].vs_first = median_ratio(rows.front(), rows[i]);
     }
     std::erase_if(rows, [](const Row& row) { return row.seconds.empty(); });
     rows_.insert(rows_.end(), rows.begin(), rows.end());
@@ -288,6 +310,7 @@ class Bench {
   const Model& model_;
   EngineOptions engine_options_;
   TokenSource source_;
+  std::unique_ptr<Model> draft_model_;  // of all engines
   std::vector<std::unique_ptr<Contender>> contenders_;
   std::vector<std::string> directories_;  // that were made here
   std::vector<Row> rows_;
@@ -310,6 +333,7 @@ void print_json(const std::vector<Row>& rows, const BenchOptions& options, std::
                                    {"far", row.far},
                                    {"fill", options.fill}};
     if (row.far != "none") {
+      json["attend"] = row.attends_resident ? "resident" : "selected";
       json["budget"] = options.tiers.budget;
       json["block_tokens"] = options.model.block_tokens;
       json["stall_share"] = row.tiers.stall_s / total_seconds(row);
@@ -322,6 +346,7 @@ void print_json(const std::vector<Row>& rows, const BenchOptions& options, std::
       if (row.tiers.guesses > 0.0) json["guesses_right"] = row.tiers.guesses_right / row.tiers.guesses;
     }
     if (row.speedup) json["speedup"] = *row.speedup;
+    if (row.vs_first) json["vs_first"] = *row.vs_first;
     list.push_back(std::move(json));
   }
   fmt::print("{}\n", list.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace));
@@ -341,9 +366,10 @@ void print_markdown(const std::vector<Row>& rows, const BenchOptions& options, c
   if (options.fill == "synthetic") fmt::print(", filled with random KV (speed only)");
   fmt::print(
       "\n\n| test | sequences | engine | far | policy | tokens/s | ms/step | spread | near KV MiB | "
-      "far MiB/step | stall | ranking | missed / late / wasted blocks/step | guesses right | vs libllama "
+      "far MiB/step | stall | ranking | missed / late / wasted blocks/step | guesses right | vs first | vs "
+      "libllama "
       "|\n");
-  fmt::print("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n");
+  fmt::print("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n");
   for (const Row& row : rows) {
     std::string tiers = "| | | |";
     if (row.far != "none") {
@@ -354,9 +380,11 @@ void print_markdown(const std::vector<Row>& rows, const BenchOptions& options, c
           row.tiers.blocks_late / total_steps(row), row.tiers.blocks_wasted / total_steps(row),
           guesses_text(row.tiers));
     }
-    fmt::print("| {} | {} | {} | {} | {} | {:.1f} | {:.2f} | ±{:.0f} % | {:.1f} | {} | {} |\n", row.test,
-               row.sequences, row.engine, row.far, row.policy, tokens_per_s(row), ms_per_step(row),
-               spread(row) * 100.0, static_cast<double>(row.near_kv_bytes) / 1048576.0, tiers,
+    const char* const attends = row.attends_resident ? ", resident" : "";
+    fmt::print("| {} | {} | {} | {} | {}{} | {:.1f} | {:.2f} | ±{:.0f} % | {:.1f} | {} | {} | {} |\n",
+               row.test, row.sequences, row.engine, row.far, row.policy, attends, tokens_per_s(row),
+               ms_per_step(row), spread(row) * 100.0, static_cast<double>(row.near_kv_bytes) / 1048576.0,
+               tiers, row.vs_first ? fmt::format("{:.3f}x", *row.vs_first) : "",
                row.speedup ? fmt::format("{:.2f}x", *row.speedup) : "");
   }
 }
@@ -396,6 +424,14 @@ void add_bench_command(CLI::App& app, int& exit_code) {
   command->add_option("--policy", options->policies, "Policies to measure with each far tier")
       ->delimiter(',')
       ->capture_default_str()
+      ->type_name("NAME,...");
+  command->remove_option(command->get_option("--attend"));  // a list here
+  command
+      ->add_option("--attend", options->attend,
+                   "What each policy attends to beside the window: selected, resident")
+      ->delimiter(',')
+      ->capture_default_str()
+      ->check(CLI::IsMember({"selected", "resident"}))
       ->type_name("NAME,...");
   command
       ->add_option(

@@ -75,6 +75,8 @@ Result<EngineOptions> engine_options(const ModelOptions& options, const Model& m
 
 /// Sets what concerns tiers and guesses.
 Status choose_tiers(const TierChoices& choices, EngineOptions& options);
+/// Loads the model that --draft model:FILE names into `draft`, unless it is there, and gives it to `options`.
+Status load_draft(EngineOptions& options, std::unique_ptr<Model>& draft);
 /// The plan in one line, on stderr; nothing when all KV stays near.
 void print_short_plan(const Engine& engine);
 

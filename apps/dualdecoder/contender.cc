@@ -22,12 +22,14 @@ class Ours final : public Contender {
         engine_(ours_->engine.get()),
         sequences_(ours_->sequences),
         policy_(options.tiers.policy),
+        attend_resident_(options.tiers.attend_resident),
         draft_(options.draft),
         far_(std::move(far)) {}
 
   std::string engine() const override { return "dualdecoder"; }
   std::string far() const override { return far_; }
   std::string policy() const override { return engine_->plan().tiered() ? policy_name(policy_) : "dense"; }
+  bool attends_resident() const override { return engine_->plan().tiered() && attend_resident_; }
   bool content_matters() const override { return true; }
   std::uint32_t depth(std::uint32_t sequence) const override { return sequences_[sequence]->tokens(); }
   Status append(std::uint32_t sequence, std::span<const TokenId> tokens) override {
@@ -47,7 +49,7 @@ class Ours final : public Contender {
     std::vector<Decoding> all;
     for (std::size_t i = 0; i < first.size(); ++i) {
       all.push_back({.sequence = sequences_[i].get(),
-                     .draft = Draft(*engine_, draft_),
+                     .draft = Draft(*engine_, draft_, follower(i)),
                      .newest = first[i],
                      .left = tokens});
       for (const TokenId token : ours_->texts[i]) all.back().draft.remember(token);
@@ -66,6 +68,7 @@ class Ours final : public Contender {
   std::uint64_t near_kv_bytes() const override {
     return engine_->plan().tiered() ? engine_->plan().near_bytes() : engine_->near().bytes_in_use();
   }
+  std::string choice() const override { return policy_ == Policy::kAuto ? chooser_.reason() : ""; }
   TierTotals totals() const override {
     if (!engine_->plan().tiered()) return {};
     const StepStats& step = engine_->stats();
@@ -90,8 +93,13 @@ class Ours final : public Contender {
 
   std::vector<TokenId>& text(std::uint32_t sequence) { return ours_->texts[sequence]; }
 
+  std::shared_ptr<Follower> follower(std::size_t sequence) const {
+    return ours_->followers.empty() ? nullptr : ours_->followers[sequence];
+  }
+
   Status follow_policy() {
     if (!engine_->plan().tiered()) return {};
+    engine_->set_attend_resident(attend_resident_);
     return engine_->set_selection(policy_, engine_->options().tiers.budget_tokens);
   }
 
@@ -130,6 +138,7 @@ class Ours final : public Contender {
   Engine* engine_;
   std::span<const std::unique_ptr<Sequence>> sequences_;
   Policy policy_;
+  bool attend_resident_;
   DraftOptions draft_;
   std::string far_;
   std::vector<StepGroup> groups_;
@@ -207,6 +216,7 @@ Result<std::shared_ptr<OurEngine>> OurEngine::create(const Model& model, const E
     auto sequence = ours->engine->new_sequence();
     if (!sequence) return std::unexpected(sequence.error());
     ours->sequences.push_back(std::move(*sequence));
+    if (Engine* draft = ours->engine->draft()) ours->followers.push_back(std::make_shared<Follower>(*draft));
   }
   return ours;
 }

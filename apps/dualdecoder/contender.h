@@ -10,6 +10,7 @@
 
 #include "base/error.h"
 #include "decode/engine.h"
+#include "decode/follower.h"
 #include "peer/libllama.h"
 
 namespace dualdecoder {
@@ -35,6 +36,7 @@ class Contender {
   virtual std::string engine() const = 0;
   virtual std::string far() const = 0;     // "none", "host", "file:DIR"
   virtual std::string policy() const = 0;  // "dense" when all KV is near
+  virtual bool attends_resident() const { return false; }
   virtual std::uint32_t depth(std::uint32_t sequence) const = 0;
   /// Whether its speed depends on what the sequences hold. Where it does not, they need not differ.
   virtual bool content_matters() const = 0;
@@ -47,14 +49,18 @@ class Contender {
   virtual Status truncate(std::uint32_t sequence, std::uint32_t tokens) = 0;
   virtual std::uint64_t near_kv_bytes() const = 0;
   virtual TierTotals totals() const { return {}; }
+  /// What the policy auto chose and why; else empty.
+  virtual std::string choice() const { return ""; }
 };
 
-/// One of our engines and its sequences. Contenders that differ in their policy alone can share it, and with
-/// it the KV: then it is filled once.
+/// One of our engines and its sequences. Contenders that differ in their policy and in what they attend to
+/// alone can share it, and with it the KV: then it is filled once.
 struct OurEngine {
   std::unique_ptr<Engine> engine;
   std::vector<std::unique_ptr<Sequence>> sequences;  // go before the engine
   std::vector<std::vector<TokenId>> texts;           // [sequence] its tokens, what n-grams are looked up in
+  std::vector<std::shared_ptr<Follower>>
+      followers;  // [sequence] that have read them; empty without a draft model
 
   static Result<std::shared_ptr<OurEngine>> create(const Model& model, const EngineOptions& options);
 };

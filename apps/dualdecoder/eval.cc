@@ -133,10 +133,11 @@ class Eval {
 
   /// Calls body(position, log probabilities) for each decoded position.
   template <typename Body>
-  Result<DraftStats> decode(Engine& engine, Sequence& sequence, DraftKind guesses, const std::string& what,
-                            const Body& body) const {
+  Result<DraftStats> decode(Engine& engine, Sequence& sequence, const DraftOptions& guesses,
+                            const std::string& what, const Body& body) const {
     ProgressLine line(what);
-    Draft draft(engine, {.kind = guesses, .accept = false});
+    Draft draft(engine, guesses);
+    for (std::uint32_t i = 0; i <= options_.context; ++i) draft.remember(tokens_[i]);
     for (std::uint32_t i = 0; i < options_.positions && !interrupted();) {
       const StepGroup group = draft.next(sequence, tokens_[options_.context + i], i + 1 < options_.positions);
       const auto logits = engine.step(std::span(&group, 1));
@@ -146,7 +147,9 @@ class Eval {
                  [&](std::span<const float> row, std::uint32_t position, DrawnAs drawn_as) {
                    if (drawn_as == DrawnAs::kGuess) return std::optional(likeliest(row));
                    body(i++, log_softmax(row));
-                   return position < tokens_.size() ? std::optional(tokens_[position]) : std::nullopt;
+                   if (position >= tokens_.size()) return std::optional<TokenId>();
+                   draft.remember(tokens_[position]);
+                   return std::optional(tokens_[position]);
                  });
       line.update(static_cast<double>(i) / options_.positions, fmt::format("{} positions", i));
     }
@@ -162,7 +165,7 @@ class Eval {
     if (!sequence) return std::unexpected(sequence.error());
     if (Status status = prefill(**engine, **sequence, "full attention: text"); !status) return status;
     const auto decoded =
-        decode(**engine, **sequence, DraftKind::kNone, "full attention",
+        decode(**engine, **sequence, {}, "full attention",
                [&](std::uint32_t, LogProbabilities row) { reference_.push_back(std::move(row)); });
     return decoded ? Status{} : std::unexpected(decoded.error());
   }
@@ -179,6 +182,7 @@ class Eval {
     choices.sink_tokens = *std::max_element(options_.sinks.begin(), options_.sinks.end());
     choices.recent_tokens = *std::max_element(options_.recents.begin(), options_.recents.end());
     if (Status status = choose_tiers(choices, options); !status) return status;
+    if (Status status = load_draft(options, draft_model_); !status) return status;
     options.tiers.measure_coverage = true;
     const auto engine = make_engine(options);
     if (!engine) return std::unexpected(engine.error());
@@ -221,7 +225,10 @@ class Eval {
     std::size_t same = 0;
     const std::string name = fmt::format("{}, window {} + {}, budget {}", choice.policy, choice.sink_tokens,
                                          choice.recent_tokens, choice.budget);
-    const DraftKind guesses = *policy == Policy::kDual ? DraftKind::kSelf : DraftKind::kNone;
+    DraftOptions guesses;
+    if (*policy == Policy::kDual) guesses = engine.options().draft;
+    if (*policy == Policy::kDual && guesses.kind == DraftKind::kNone) guesses.kind = DraftKind::kSelf;
+    guesses.accept = false;  // the tokens are the text's
     const std::vector<LayerRecall> recall(engine.recall().begin(), engine.recall().end());
     const auto decoded =
         decode(engine, sequence, guesses, name, [&](std::uint32_t i, const LogProbabilities& row) {
@@ -255,6 +262,7 @@ class Eval {
   const EvalOptions& options_;
   const Model& model_;
   EngineOptions engine_options_;
+  std::unique_ptr<Model> draft_model_;
   std::vector<TokenId> tokens_;
   std::vector<LogProbabilities> reference_;  // [position]
   std::vector<Row> rows_;

@@ -269,6 +269,8 @@ std::string json_report(const Generation& generation, const Outcome& outcome, co
       {"weights_mapped_bytes", engine.model().weights().mapped_bytes()},
       {"weights_repacked_bytes", engine.model().weights().repacked_bytes()},
       {"activation_bytes", engine.activation_bytes()},
+      {"draft_weights_bytes", engine.draft() == nullptr ? 0 : engine.draft()->model().weights().bytes()},
+      {"draft_kv_bytes", engine.plan().draft_bytes},
       {"token_hash", token_hash(generation)},
       {"prompt_tokens", generation.prompt()},
       {"generated_tokens", generation.tokens()},
@@ -358,6 +360,8 @@ Status run(const RunOptions& options, FinishReason& finish_reason) {
   auto setup = engine_options(options.model, **model);
   if (!setup) return std::unexpected(setup.error());
   if (Status status = choose_tiers(options.tiers, *setup); !status) return status;
+  std::unique_ptr<Model> draft;
+  if (Status status = load_draft(*setup, draft); !status) return status;
   if (files->trace) setup->tiers.transfers.trace = &*files->trace;
   const auto engine = Engine::create(**model, *setup);
   if (!engine) return std::unexpected(engine.error());

@@ -7,6 +7,7 @@
 #include "base/check.h"
 #include "base/clock.h"
 #include "base/f16.h"
+#include "decode/follower.h"
 
 namespace dualdecoder {
 
@@ -24,6 +25,14 @@ Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineO
   options.outputs_max = std::max(options.outputs_max, options.sequences * rows_each);
 
   std::unique_ptr<Engine> engine(new Engine(model, options));
+  if (options.draft.kind == DraftKind::kModel) {
+    DD_CHECK(options.draft.model != nullptr, "{} is not loaded", options.draft.model_path);
+    if (Status status = check_same_vocabulary(model, *options.draft.model); !status)
+      return std::unexpected(status.error());
+    auto draft = create(*options.draft.model, options.of_draft());
+    if (!draft) return std::unexpected(draft.error());
+    engine->draft_ = std::move(*draft);
+  }
   const auto plan = plan_memory(shape, options);
   if (!plan) return std::unexpected(plan.error());
   const std::uint64_t weights_hash = options.tiers.far.kind == FarKind::kFile ? model.weights_hash() : 0;
@@ -200,6 +209,11 @@ Result<const float*> Engine::step(std::span<const StepGroup> groups) {
     if (!status) group.sequence->residency().set_error(status.error());
   }
   return step_->run(groups);
+}
+
+bool Engine::needs_prediction(const Sequence& sequence) const {
+  if (!tiers_->tiered() || tiers_->options().policy == Policy::kFull) return false;
+  return !tiers_->selects_all(tiers_->candidates_at_position(sequence.tokens() + 1));
 }
 
 Status Engine::accept_guess(Sequence& sequence) {

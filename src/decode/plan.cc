@@ -4,6 +4,7 @@
 
 #include "attention/attention.h"
 #include "base/units.h"
+#include "model/model.h"
 #include "select/digest.h"
 
 namespace dualdecoder {
@@ -194,7 +195,12 @@ class Planner {
 }  // namespace
 
 Result<MemoryPlan> plan_memory(const Hyperparameters& model, const EngineOptions& options) {
-  return Planner(model, options).plan();
+  auto plan = Planner(model, options).plan();
+  if (!plan || options.draft.model == nullptr) return plan;
+  const auto draft = Planner(options.draft.model->hyperparameters(), options.of_draft()).plan();
+  if (!draft) return draft;
+  plan->draft_bytes = draft->near_bytes();
+  return plan;
 }
 
 }  // namespace dualdecoder

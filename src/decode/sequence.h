@@ -28,6 +28,12 @@ struct Selection {
     age = 0;
     end = candidates_end;
   }
+  /// There is nothing to rank.
+  void take_all(const Candidates& candidates) {
+    blocks.clear();
+    for (BlockIndex block = candidates.first; block < candidates.end; ++block) blocks.push_back(block);
+    set_ranked(candidates.end);
+  }
   /// Takes in what has left the window since it was ranked.
   void extend(BlockIndex to) {
     for (; end < to; ++end) blocks.push_back(end);

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "decode/block_list.h"
 #include "decode/plan.h"
 #include "kv/near_tier.h"
 #include "kv/residency.h"
@@ -31,15 +32,27 @@ class Tiers {
     options_.policy = policy;
     plan_.budget_blocks = budget_blocks;
   }
+  void set_attend_resident(bool resident) { options_.attend_resident = resident; }
   void set_window(std::uint32_t sink_tokens, std::uint32_t recent_tokens) {
     options_.recent_tokens = recent_tokens;
     plan_.sink_blocks = geometry().blocks_for(sink_tokens);
+  }
+  /// The blocks beside the window of a row at `position`.
+  Candidates candidates_at_position(std::uint32_t position) const {
+    return candidates_at(plan_, options_.recent_tokens, position);
+  }
+  /// Whether the budget has room for all of them. The oracle measures, even so.
+  bool selects_all(const Candidates& candidates) const {
+    return options_.policy != Policy::kOracle && candidates.count() <= plan_.budget_blocks;
   }
   const KvGeometry& geometry() const { return plan_.geometry; }
   const LayerPlan& layer(LayerIndex layer) const { return plan_.layers[layer.value]; }
   bool tiered() const { return far_ != nullptr; }
   /// The layers that have digests.
   std::span<const LayerIndex> selecting_layers() const { return selecting_layers_; }
+  bool selects(LayerIndex of) const {
+    return layer(of).kind == LayerKind::kSelecting && options_.policy != Policy::kFull;
+  }
 
   NearTier& near() const { return *near_; }
   /// Only when tiered.
