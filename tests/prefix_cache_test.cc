@@ -1,5 +1,8 @@
 // Kept prefixes, on small random models: a prompt that finds its beginning in the far tier gives the bits of
 // one that was computed, never meets another prefix's pages, and what cannot be read is computed again.
+#include <filesystem>
+#include <fstream>
+
 #include <gmock/gmock.h>
 
 #include "decode/generation.h"
@@ -213,6 +216,89 @@ TEST_P(PrefixCacheTest, ComputesAgainWhatCannotBeReadAnyMore) {
     EXPECT_EQ(answer.tokens, reference.tokens) << round;
   }
   EXPECT_GT(warm->prefixes()->stats().lost, 0U);
+}
+
+class KeptFile : public PrefixCacheTest {
+ protected:
+  EngineOptions in_file() const {
+    EngineOptions options = keeping();
+    options.tiers.far = {.kind = FarKind::kFile, .directory = directory_.file(""), .make_port = {}};
+    return options;
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Models, KeptFile, testing::Values("llama", "gemma3"),
+                         [](const auto& model) { return model.param; });
+
+TEST_P(KeptFile, IsThereForTheNextEngineWithAllItsPrefixesAndSalts) {
+  const auto prompt = random_tokens(300, 1);
+  const Answer reference = cold(prompt, greedy(30));
+  GenerationOptions salted = greedy(30);
+  salted.prefix_salt = "s";
+  {
+    const auto first = keeping_engine(in_file());
+    expect_same(ask(*first, prompt, greedy(30)), reference);
+  }
+  for (int start = 0; start < 3; ++start) {
+    const auto next = keeping_engine(in_file());
+    EXPECT_GE(next->prefixes()->stats().found_at_start, 300U / kBlock);
+    const Answer answer = ask(*next, prompt, greedy(30));
+    EXPECT_EQ(answer.cached, 288U);
+    expect_same(answer, reference);
+    EXPECT_EQ(ask(*next, prompt, salted).cached, start == 0 ? 0U : 288U);
+    EXPECT_EQ(next->prefixes()->stats().store_errors, 0U);
+    EXPECT_LE(next->tiers().far().pages_in_use(), pages_);
+  }
+}
+
+TEST_P(KeptFile, BeginsAnewForOtherBlocksOrDigestsAndWithADamagedIndex) {
+  const auto prompt = random_tokens(300, 1);
+  const auto cached_after = [&](const EngineOptions& options, const auto& damage) {
+    ask(*keeping_engine(in_file()), prompt, greedy(3));
+    damage();
+    const auto next = keeping_engine(options);
+    const Answer answer = ask(*next, prompt, greedy(3));
+    EXPECT_EQ(answer.reason, FinishReason::kLength);
+    return answer.cached;
+  };
+  const auto nothing = [] {};
+  EXPECT_EQ(cached_after(in_file(), nothing), 288U);
+  EngineOptions blocks = in_file();
+  blocks.block_tokens = 32;
+  EXPECT_EQ(cached_after(blocks, nothing), 0U);
+  EngineOptions digests = in_file();
+  digests.tiers.digests.type = DigestType::kInt8;
+  EXPECT_EQ(cached_after(digests, nothing), 0U);
+  const auto overwrite = [&](const char* name, std::streamoff at) {
+    std::fstream file(directory_.file(name), std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(at);
+    const std::string noise(200, 'x');
+    file.write(noise.data(), static_cast<std::streamsize>(noise.size()));
+  };
+  EXPECT_EQ(cached_after(in_file(), [&] { overwrite("prefixes.sqlite", 0); }), 0U);
+  EXPECT_EQ(cached_after(in_file(), [&] { std::filesystem::remove(directory_.file("prefixes.sqlite")); }),
+            0U);
+  EXPECT_EQ(
+      cached_after(in_file(), [&] { std::filesystem::remove(directory_.file("prefixes.dualdecoder")); }), 0U);
+  // Found, and then it cannot be read: computed again.
+  const Answer reference = cold(prompt, greedy(3));
+  ask(*keeping_engine(in_file()), prompt, greedy(3));
+  for (std::streamoff at = 5000; at < 400'000; at += 4096) overwrite("prefixes.dualdecoder", at);
+  const auto next = keeping_engine(in_file());
+  const Answer answer = ask(*next, prompt, greedy(3));
+  EXPECT_EQ(answer.tokens, reference.tokens);
+  EXPECT_GT(next->prefixes()->stats().lost, 0U);
+}
+
+TEST_P(KeptFile, ShrinksToASmallerLimitAndKeepsWhatLiesWithinIt) {
+  const auto prompt = random_tokens(300, 1);
+  ask(*keeping_engine(in_file()), prompt, greedy(3));
+  EngineOptions options = in_file();
+  pages_ = 45;
+  const auto next = keeping_engine(options);
+  const auto bytes = std::filesystem::file_size(directory_.file("prefixes.dualdecoder"));
+  EXPECT_LE(bytes, kFarHeaderBytes + pages_ * next->plan().geometry.page_bytes());
+  EXPECT_EQ(ask(*next, prompt, greedy(3)).cached, 288U);
 }
 
 }  // namespace

@@ -1,15 +1,40 @@
 #include "decode/engine.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <random>
 
 #include "base/check.h"
 #include "base/clock.h"
 #include "base/f16.h"
+#include "base/hash.h"
 #include "decode/follower.h"
 
 namespace dualdecoder {
+
+namespace {
+
+// Null where the far tier is memory: then prefixes live as long as the engine.
+Result<std::unique_ptr<PrefixStore>> open_prefix_store(const Tiers& tiers, std::uint64_t weights_hash) {
+  if (tiers.file() == nullptr) return nullptr;
+  const KvGeometry& geometry = tiers.geometry();
+  const DigestOptions& digests = tiers.options().digests;
+  std::uint64_t selecting = 0;
+  for (const LayerIndex layer : tiers.selecting_layers()) selecting = selecting * 31 + layer.value + 1;
+  const std::array<std::uint64_t, 8> identity = {weights_hash,
+                                                 geometry.layers,
+                                                 geometry.kv_heads,
+                                                 geometry.head_dim,
+                                                 geometry.block_tokens,
+                                                 static_cast<std::uint64_t>(digests.kind),
+                                                 static_cast<std::uint64_t>(digests.type),
+                                                 selecting};
+  return PrefixStore::open(tiers.options().far.directory, hash_values(std::span<const std::uint64_t>(identity)),
+                           !tiers.file()->taken_up());
+}
+
+}  // namespace
 
 Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineOptions& requested) {
   const Hyperparameters& shape = model.hyperparameters();
@@ -40,8 +65,11 @@ Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineO
   if (!tiers) return std::unexpected(tiers.error());
   engine->tiers_ = std::move(*tiers);
 
-  if (options.tiers.keep_prefixes && plan->tiered())
-    engine->prefixes_ = std::make_unique<PrefixCache>(*engine->tiers_);
+  if (options.tiers.keep_prefixes && plan->tiered()) {
+    auto store = open_prefix_store(*engine->tiers_, weights_hash);
+    if (!store) return std::unexpected(store.error());
+    engine->prefixes_ = std::make_unique<PrefixCache>(*engine->tiers_, std::move(*store));
+  }
 
   const ForwardOptions forward_options{
       .threads = options.threads,

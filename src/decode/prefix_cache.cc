@@ -18,18 +18,102 @@ std::uint64_t hash_of(PrefixNodeId parent, std::span<const TokenId> tokens) {
 
 }  // namespace
 
-PrefixCache::PrefixCache(Tiers& tiers) : tiers_(tiers), hash_(hash_of) {
+PrefixCache::PrefixCache(Tiers& tiers, std::unique_ptr<PrefixStore> store)
+    : tiers_(tiers), store_(std::move(store)), hash_(hash_of) {
   DD_CHECK(tiers.tiered());
+  if (store_ && !load()) {
+    // The rest is of no use without its parents.
+    ++stats_.store_errors;
+  }
   tiers_.far().set_reclaim([this] {
+    if (store_ && !store_->begin()) ++stats_.store_errors;
     std::uint32_t evicted = 0;
     while (evicted < kEvictedAtOnce && evict()) ++evicted;
+    // Before any of these pages is written again.
+    if (store_ && !store_->commit()) ++stats_.store_errors;
     return evicted > 0;
   });
 }
 
 PrefixCache::~PrefixCache() {
   tiers_.far().set_reclaim({});
+  if (store_ && store_->begin()) {
+    for (const auto& [id, node] : nodes_) static_cast<void>(store_->set_used(id, node.used));
+    static_cast<void>(store_->commit());
+  }
   for (const auto& [id, node] : nodes_) tiers_.far().release(node.page);
+}
+
+Status PrefixCache::load() {
+  const auto roots = store_->load_roots();
+  if (!roots) return std::unexpected(roots.error());
+  for (const KeptRoot& root : *roots) {
+    roots_.emplace(root.salt, root.id);
+    next_id_ = std::max(next_id_, root.id + 1);
+  }
+  auto pages = store_->load_pages();
+  if (!pages) return std::unexpected(pages.error());
+  const std::uint32_t pages_there = tiers_.file() == nullptr ? 0 : tiers_.file()->pages_reserved();
+  std::vector<bool> taken(pages_there);
+  const auto is_root = [&](PrefixNodeId id) {
+    return std::ranges::any_of(*roots, [id](const KeptRoot& root) { return root.id == id; });
+  };
+  std::vector<KeptPage> good;
+  for (KeptPage& page : *pages) {
+    next_id_ = std::max(next_id_, page.id + 1);
+    now_ = std::max(now_, page.used);
+    const bool fits = page.page.value < pages_there && !taken[page.page.value] &&
+                      page.tokens.size() == tiers_.geometry().block_tokens &&
+                      page.checksums.size() == tiers_.geometry().layers &&
+                      (nodes_.contains(page.parent) || is_root(page.parent));
+    if (!fits) {  // nor do those behind it
+      static_cast<void>(store_->remove(page.id));
+      continue;
+    }
+    taken[page.page.value] = true;
+    link(page.id, {.parent = page.parent,
+                   .tokens = page.tokens,
+                   .page = page.page,
+                   .exact = page.exact,
+                   .used = page.used,
+                   .stored = true,
+                   .digests = {}});
+    good.push_back(std::move(page));
+  }
+  std::ranges::sort(good, {}, &KeptPage::page);
+  for (const KeptPage& page : good) tiers_.far().restore(page.page, page.checksums);
+  stats_.found_at_start = good.size();
+  return {};
+}
+
+// Puts the node, which has its page, into the tree.
+void PrefixCache::link(PrefixNodeId id, Node node) {
+  if (const auto parent = nodes_.find(node.parent); parent != nodes_.end() && parent->second.children++ == 0)
+    leaves_.erase({parent->second.used, node.parent});
+  by_hash_.emplace(hash_(node.parent, node.tokens), id);
+  leaves_.emplace(node.used, id);
+  digest_bytes_ += node.digests.size();
+  nodes_.emplace(id, std::move(node));
+}
+
+// What the store does not take is only kept as long as the process lives.
+void PrefixCache::store(PrefixNodeId id, Node& node) {
+  if (!store_) return;
+  const auto checksums = tiers_.far().checksums(node.page);
+  const KeptPage page{.id = id,
+                      .parent = node.parent,
+                      .used = node.used,
+                      .exact = node.exact,
+                      .page = node.page,
+                      .tokens = node.tokens,
+                      .checksums = {checksums.begin(), checksums.end()}};
+  if (store_->add(page, node.digests)) {
+    node.stored = true;
+    node.digests = {};
+    return;
+  }
+  ++stats_.store_errors;
+  if (std::exchange(node.stored, false)) static_cast<void>(store_->remove(id));
 }
 
 void PrefixCache::set_hash(std::function<std::uint64_t(PrefixNodeId, std::span<const TokenId>)> hash) {
@@ -37,8 +121,14 @@ void PrefixCache::set_hash(std::function<std::uint64_t(PrefixNodeId, std::span<c
   hash_ = std::move(hash);
 }
 
+std::size_t PrefixCache::record_bytes() const {
+  const std::size_t layers = tiers_.selecting_layers().size();
+  return layers == 0 ? 0 : Digests::record_bytes(tiers_.geometry(), tiers_.options().digests, layers);
+}
+
 PrefixNodeId PrefixCache::root(const std::string& salt) {
   const auto [root, is_new] = roots_.try_emplace(salt, next_id_);
+  if (is_new && store_ && !store_->add_root({.id = next_id_, .salt = salt})) ++stats_.store_errors;
   if (is_new) ++next_id_;
   return root->second;
 }
@@ -74,9 +164,18 @@ Result<PrefixCache::Cursor> PrefixCache::adopt(Sequence& sequence, const std::st
     if (id == 0) break;
     Node& node = nodes_.at(id);
     if (exact_only && !node.exact) break;
+    if (node.stored) {
+      auto record = store_->digests(id);
+      if (!record || record->size() != record_bytes()) {
+        drop(id);
+        break;
+      }
+      digests.push_back(std::move(*record));
+    } else {
+      digests.push_back(node.digests);
+    }
     touch(id, node);
     pages.push_back(node.page);
-    digests.push_back(node.digests);
     cursor = {.first = cursor.blocks == 0 ? id : cursor.first,
               .node = id,
               .blocks = cursor.blocks + 1,
@@ -100,11 +199,8 @@ void PrefixCache::keep(const Sequence& sequence, Cursor& cursor, std::span<const
   const PageIndex page = sequence.page(block);
   PrefixNodeId id = find_child(cursor.node, tokens);
   const auto record = [&] {
-    std::vector<std::byte> bytes;
-    const auto layers = tiers_.selecting_layers();
-    if (sequence.digests() == nullptr) return bytes;
-    bytes.resize(Digests::record_bytes(tiers_.geometry(), tiers_.options().digests, layers.size()));
-    sequence.digests()->save(block, layers, bytes);
+    std::vector<std::byte> bytes(record_bytes());
+    if (!bytes.empty()) sequence.digests()->save(block, tiers_.selecting_layers(), bytes);
     return bytes;
   };
   if (id == 0) {
@@ -115,14 +211,9 @@ void PrefixCache::keep(const Sequence& sequence, Cursor& cursor, std::span<const
               .exact = exact,
               .used = now_,
               .digests = record()};
-    digest_bytes_ += node.digests.size();
+    store(id, node);
     tiers_.far().retain(page);
-    if (const auto parent = nodes_.find(cursor.node);
-        parent != nodes_.end() && parent->second.children++ == 0)
-      leaves_.erase({parent->second.used, cursor.node});
-    by_hash_.emplace(hash_(cursor.node, tokens), id);
-    leaves_.emplace(now_, id);
-    nodes_.emplace(id, std::move(node));
+    link(id, std::move(node));
   } else {
     Node& node = nodes_.at(id);
     touch(id, node);
@@ -130,8 +221,11 @@ void PrefixCache::keep(const Sequence& sequence, Cursor& cursor, std::span<const
       // The same tokens, now computed exactly.
       tiers_.far().retain(page);
       tiers_.far().release(std::exchange(node.page, page));
+      digest_bytes_ -= node.digests.size();
       node.digests = record();
       node.exact = true;
+      store(id, node);
+      digest_bytes_ += node.digests.size();
     }
   }
   cursor = {.first = cursor.blocks == 0 ? id : cursor.first,
@@ -150,6 +244,7 @@ void PrefixCache::remove(PrefixNodeId id) {
   if (const auto parent = nodes_.find(node.parent); parent != nodes_.end() && --parent->second.children == 0)
     leaves_.emplace(parent->second.used, node.parent);
   digest_bytes_ -= node.digests.size();
+  if (node.stored && !store_->remove(id)) ++stats_.store_errors;
   tiers_.far().release(node.page);
   nodes_.erase(entry);
 }

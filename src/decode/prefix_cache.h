@@ -20,6 +20,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "decode/prefix_store.h"
 #include "decode/sequence.h"
 #include "decode/tiers.h"
 #include "model/vocabulary.h"
@@ -33,8 +34,10 @@ struct PrefixCacheStats {
   std::uint64_t lookups = 0;
   std::uint64_t tokens_wanted = 0;
   std::uint64_t tokens_found = 0;
-  std::uint64_t evicted = 0;  // pages
-  std::uint64_t lost = 0;     // pages that were dropped because they could not be read
+  std::uint64_t evicted = 0;         // pages
+  std::uint64_t lost = 0;            // pages that were dropped because they could not be read
+  std::uint64_t found_at_start = 0;  // pages
+  std::uint64_t store_errors = 0;    // changes that the store did not take
 };
 
 class PrefixCache {
@@ -47,7 +50,8 @@ class PrefixCache {
     bool exact = true;
   };
 
-  explicit PrefixCache(Tiers& tiers);
+  /// With `store`, what it leads to is there from the start, and what is kept is there for the next process.
+  explicit PrefixCache(Tiers& tiers, std::unique_ptr<PrefixStore> store = nullptr);
   ~PrefixCache();
   PrefixCache(const PrefixCache&) = delete;
   PrefixCache& operator=(const PrefixCache&) = delete;
@@ -81,9 +85,14 @@ class PrefixCache {
     bool exact = true;
     std::uint32_t children = 0;
     std::uint64_t used = 0;  // when, in lookups and keepings
-    std::vector<std::byte> digests;
+    bool stored = false;
+    std::vector<std::byte> digests;  // empty where the store has them
   };
 
+  Status load();
+  void link(PrefixNodeId id, Node node);
+  void store(PrefixNodeId id, Node& node);
+  std::size_t record_bytes() const;
   PrefixNodeId root(const std::string& salt);
   PrefixNodeId find_child(PrefixNodeId parent, std::span<const TokenId> tokens) const;
   void touch(PrefixNodeId id, Node& node);
@@ -91,6 +100,7 @@ class PrefixCache {
   bool evict();
 
   Tiers& tiers_;
+  std::unique_ptr<PrefixStore> store_;
   std::function<std::uint64_t(PrefixNodeId, std::span<const TokenId>)> hash_;
   std::unordered_map<std::string, PrefixNodeId> roots_;  // [salt]
   std::unordered_map<PrefixNodeId, Node> nodes_;

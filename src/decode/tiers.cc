@@ -72,7 +72,7 @@ Status Tiers::open_far(std::uint64_t weights_hash) {
     case FarKind::kFile: {
       auto file =
           FarFile::open(options_.far.directory, {.weights_hash = weights_hash, .geometry = plan_.geometry},
-                        plan_.geometry.page_bytes(), plan_.far_pages);
+                        plan_.geometry.page_bytes(), plan_.far_pages, options_.keep_prefixes);
       if (!file) return std::unexpected(file.error());
       file_ = std::move(*file);
       auto made = make_file_port(*file_, near_->arena(), {});

@@ -58,6 +58,8 @@ class Tiers {
   /// Only when tiered.
   FarTier& far() const { return *far_; }
   Transfers& transfers() const { return *transfers_; }
+  /// Null unless the far tier is one.
+  const FarFile* file() const { return file_.get(); }
   /// "none", or the port's own words.
   std::string far_description() const;
   /// What a transfer (`what`: "a read") that missed its deadline ends a sequence with.

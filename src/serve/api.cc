@@ -61,7 +61,7 @@ std::string last_events(const Reply& reply) {
 }
 
 // A request on its way to an answer.
-struct Work {
+struct Asked {
   CompletionRequest request;
   std::vector<std::vector<TokenId>> prompts;
   std::vector<Job> jobs;
@@ -111,10 +111,10 @@ struct Api::Impl {
   HttpReply tokenize(const HttpRequest& request) const;
   HttpReply detokenize(const HttpRequest& request) const;
 
-  ApiResult<Work> read(Endpoint endpoint, const HttpRequest& request) const;
+  ApiResult<Asked> read(Endpoint endpoint, const HttpRequest& request) const;
   Job job_for(const CompletionRequest& wanted, const std::vector<TokenId>& prompt, std::uint32_t choice,
               const std::string& client) const;
-  Reply reply_for(Work& work) const;
+  Reply reply_for(Asked& work) const;
   asio::awaitable<void> complete(Endpoint endpoint, const HttpRequest& request, HttpExchange& exchange);
   asio::awaitable<void> follow(bool streams, Reply& reply, EventQueue& queue, HttpExchange& exchange);
 };
@@ -325,12 +325,12 @@ HttpReply Api::Impl::detokenize(const HttpRequest& request) const {
 
 // ---- Completions
 
-ApiResult<Work> Api::Impl::read(Endpoint endpoint, const HttpRequest& request) const {
+ApiResult<Asked> Api::Impl::read(Endpoint endpoint, const HttpRequest& request) const {
   const auto parsed = parse_json_object(request.body);
   if (!parsed) return std::unexpected(parsed.error());
   auto wanted = read_completion_request(endpoint, *parsed);
   if (!wanted) return std::unexpected(wanted.error());
-  Work work{.request = std::move(*wanted), .prompts = {}, .jobs = {}};
+  Asked work{.request = std::move(*wanted), .prompts = {}, .jobs = {}};
   const Vocabulary& vocabulary = model.vocabulary();
   if (endpoint == Endpoint::kChat) {
     auto tokens = vocabulary.tokenize_chat(work.request.messages, options.chat_template);
@@ -369,7 +369,7 @@ Job Api::Impl::job_for(const CompletionRequest& wanted, const std::vector<TokenI
   return job;
 }
 
-Reply Api::Impl::reply_for(Work& work) const {
+Reply Api::Impl::reply_for(Asked& work) const {
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   return Reply(work.request, model.vocabulary(),
                {.id = random_id(),
