@@ -71,6 +71,16 @@ Result<EngineOptions> serve_engine_options(const ServeOptions& options, const Mo
   return setup;
 }
 
+// A template that was named has to work. Without the model's own, texts can still be completed.
+Status check_chat_template(const std::string& name, const Model& model) {
+  const ChatMessage hello{"user", "hello"};
+  const auto prompt = model.vocabulary().apply_chat_template(std::span(&hello, 1), name);
+  if (prompt) return {};
+  if (!name.empty()) return std::unexpected(prompt.error());
+  fmt::print(stderr, "dualdecoder: warning: chats will be refused: {}\n", prompt.error().message);
+  return {};
+}
+
 void allow_many_descriptors() {
   rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
@@ -168,6 +178,7 @@ Status serve(ServeOptions options) {
   auto loaded = load_model(options.model);
   if (!loaded) return std::unexpected(loaded.error());
   model = std::move(*loaded);
+  if (Status status = check_chat_template(options.api.chat_template, *model); !status) return status;
   const auto setup = serve_engine_options(options, *model);
   if (!setup) return std::unexpected(setup.error());
   auto made = Service::create(*model, *setup, options.service, metrics);

@@ -22,15 +22,18 @@ namespace asio = boost::asio;
 using nlohmann::json;
 using nlohmann::ordered_json;
 
+// What a client sent may be quoted in it, and need not be UTF-8.
+std::string dump(const ordered_json& value) {
+  return value.dump(-1, ' ', false, ordered_json::error_handler_t::replace);
+}
+
 HttpReply reply_of(const ApiError& error) {
-  HttpReply reply{.status = error.status, .body = error.json().dump()};
+  HttpReply reply{.status = error.status, .body = dump(error.json())};
   if (error.retry_after_s) reply.headers.emplace_back("Retry-After", std::to_string(*error.retry_after_s));
   return reply;
 }
 
-HttpReply reply_of(const ordered_json& value) {
-  return {.body = value.dump(-1, ' ', false, ordered_json::error_handler_t::replace)};
-}
+HttpReply reply_of(const ordered_json& value) { return {.body = dump(value)}; }
 
 // In time that depends on the lengths alone.
 bool equal_in_constant_time(std::string_view a, std::string_view b) {
@@ -55,7 +58,7 @@ HttpReply object_reply(const Reply& reply) {
 std::string event_line(const std::string& data) { return "data: " + data + "\n\n"; }
 
 std::string last_events(const Reply& reply) {
-  if (reply.error()) return event_line(reply.error()->json().dump());
+  if (reply.error()) return event_line(dump(reply.error()->json()));
   const auto usage = reply.usage_chunk();
   return (usage ? event_line(*usage) : "") + event_line("[DONE]");
 }
@@ -112,7 +115,7 @@ struct Api::Impl {
   HttpReply detokenize(const HttpRequest& request) const;
 
   ApiResult<Asked> read(Endpoint endpoint, const HttpRequest& request) const;
-  Job job_for(const CompletionRequest& wanted, const std::vector<TokenId>& prompt, std::uint32_t choice,
+  Job job_for(const CompletionRequest& wanted, const std::vector<TokenId>& prompt,
               const std::string& client) const;
   Reply reply_for(Asked& work) const;
   asio::awaitable<void> complete(Endpoint endpoint, const HttpRequest& request, HttpExchange& exchange);
@@ -344,18 +347,21 @@ ApiResult<Asked> Api::Impl::read(Endpoint endpoint, const HttpRequest& request) 
     }
   }
   for (const std::vector<TokenId>& prompt : work.prompts) {
-    for (std::uint32_t choice = 0; choice < work.request.choices; ++choice)
-      work.jobs.push_back(job_for(work.request, prompt, choice, request.authorization));
+    Job job = job_for(work.request, prompt, request.authorization);
+    if (const auto status = service.check(job); !status) return std::unexpected(status.error());
+    for (std::uint32_t choice = 0; choice < work.request.choices; ++choice) {
+      work.jobs.push_back(job);
+      work.jobs.back().options.sampling.seed += choice;
+    }
   }
   return work;
 }
 
 Job Api::Impl::job_for(const CompletionRequest& wanted, const std::vector<TokenId>& prompt,
-                       std::uint32_t choice, const std::string& client) const {
+                       const std::string& client) const {
   Job job;
   job.prompt = prompt;
   job.options.sampling = wanted.sampling;
-  job.options.sampling.seed += choice;
   job.options.stop = wanted.stop;
   if (wanted.tokens_max)
     job.options.tokens_max =
@@ -405,21 +411,25 @@ asio::awaitable<void> Api::Impl::follow(bool streams, Reply& reply, EventQueue& 
     if (!begun) co_return;
   }
   exchange.watch_for_close(queue.timer());
+  using Clock = asio::steady_timer::clock_type;
+  auto comment_at = Clock::now() + options.comment_period;
   while (!reply.ended() && !reply.error()) {
-    queue.timer().expires_after(options.comment_period);
+    queue.timer().expires_at(comment_at);
     auto events = queue.take();
     if (events.empty() && !exchange.gone()) {
       boost::system::error_code woken;
       co_await queue.timer().async_wait(asio::redirect_error(asio::use_awaitable, woken));
       events = queue.take();
-      const bool silent = events.empty() && !woken;
-      if (silent && streams) co_await exchange.send(": still at work\n\n");
     }
     if (exchange.gone()) co_return;
     std::vector<std::string> chunks;
     for (auto& [choice, event] : events) reply.take(choice, std::move(event), streams ? &chunks : nullptr);
     std::string bytes;
     for (const std::string& chunk : chunks) bytes += event_line(chunk);
+    // Not every event has something to tell: what counts as silence is what the client hears.
+    const bool silent = bytes.empty() && Clock::now() >= comment_at;
+    if (silent && streams) bytes = ": still at work\n\n";
+    if (silent || !bytes.empty()) comment_at = Clock::now() + options.comment_period;
     if (!bytes.empty()) co_await exchange.send(std::move(bytes));
   }
   if (!streams) {

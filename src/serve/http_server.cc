@@ -31,8 +31,18 @@ using boost::system::error_code;
 // An exchange's answer on its connection.
 class Exchange final : public HttpExchange {
  public:
-  Exchange(beast::tcp_stream& stream, const HttpServerOptions& options, bool keep_alive, unsigned version)
-      : stream_(stream), options_(options), keep_alive_(keep_alive), version_(version) {}
+  struct Wanted {
+    bool keep_alive = false;
+    bool head_only = false;  // the request was HEAD: an answer without its body
+    unsigned version = 11;
+  };
+
+  Exchange(beast::tcp_stream& stream, const HttpServerOptions& options, const Wanted& wanted)
+      : stream_(stream),
+        options_(options),
+        keep_alive_(wanted.keep_alive),
+        head_only_(wanted.head_only),
+        version_(wanted.version) {}
 
   bool keep_alive() const { return keep_alive_ && answered_ && !gone_; }
 
@@ -46,7 +56,13 @@ class Exchange final : public HttpExchange {
     response.prepare_payload();
     error_code error;
     stream_.expires_after(options_.write_time_max);
-    co_await http::async_write(stream_, response, asio::redirect_error(asio::use_awaitable, error));
+    if (head_only_) {
+      http::response_serializer<http::string_body> serializer(response);
+      co_await http::async_write_header(stream_, serializer,
+                                        asio::redirect_error(asio::use_awaitable, error));
+    } else {
+      co_await http::async_write(stream_, response, asio::redirect_error(asio::use_awaitable, error));
+    }
     co_return note(error);
   }
 
@@ -149,7 +165,8 @@ class Exchange final : public HttpExchange {
   beast::tcp_stream& stream_;
   const HttpServerOptions& options_;
   bool keep_alive_;
-  unsigned version_;
+  const bool head_only_;
+  const unsigned version_;
   bool answered_ = false;
   bool chunked_ = false;
   bool gone_ = false;
@@ -166,7 +183,7 @@ unsigned status_of_read_error(const error_code& error) {
 
 bool is_protocol_error(const error_code& error) {
   return error.category() == make_error_code(http::error::bad_method).category() &&
-         error != http::error::end_of_stream && error != http::error::partial_message;
+         error != http::error::end_of_stream;
 }
 
 HttpRequest plain(const http::request<http::string_body>& from) {
@@ -197,8 +214,7 @@ struct HttpServer::Impl {
   asio::awaitable<void> accept();
   asio::awaitable<void> serve(tcp::socket socket);
   asio::awaitable<bool> serve_one(beast::tcp_stream& stream, beast::flat_buffer& buffer);
-  asio::awaitable<bool> refuse(beast::tcp_stream& stream, unsigned status, const std::string& message,
-                               unsigned version);
+  asio::awaitable<bool> refuse(beast::tcp_stream& stream, error_code why, unsigned version);
 };
 
 asio::awaitable<void> HttpServer::Impl::accept() {
@@ -235,10 +251,18 @@ asio::awaitable<void> HttpServer::Impl::serve(tcp::socket socket) {
   stream.socket().shutdown(tcp::socket::shutdown_send, ignored);
 }
 
-asio::awaitable<bool> HttpServer::Impl::refuse(beast::tcp_stream& stream, unsigned status,
-                                               const std::string& message, unsigned version) {
-  Exchange exchange(stream, options, false, version);
-  co_await exchange.reply(refusal(status, message));
+// Answers a request that could not be read, where there is somebody left to tell.
+asio::awaitable<bool> HttpServer::Impl::refuse(beast::tcp_stream& stream, error_code why, unsigned version) {
+  if (!is_protocol_error(why)) co_return false;
+  // GCC 12 destroys some temporaries of a co_await expression twice: they have names here.
+  const unsigned status = status_of_read_error(why);
+  std::string message = "the request is not HTTP: " + why.message();
+  if (status == 413)
+    message = fmt::format("the body is larger than the {} bytes that are taken", options.body_bytes_max);
+  HttpReply reply = refusal(status, message);
+  const Exchange::Wanted wanted{.version = version};
+  Exchange exchange(stream, options, wanted);
+  co_await exchange.reply(std::move(reply));
   // A client that is still sending would take a reset for the answer.
   error_code error;
   stream.socket().shutdown(tcp::socket::shutdown_send, error);
@@ -267,16 +291,7 @@ asio::awaitable<bool> HttpServer::Impl::serve_one(beast::tcp_stream& stream, bea
   parser.body_limit(options.body_bytes_max);
   stream.expires_after(options.header_time_max);
   co_await http::async_read_header(stream, buffer, parser, asio::redirect_error(asio::use_awaitable, error));
-  if (error) {
-    if (!is_protocol_error(error)) co_return false;
-    const unsigned status = status_of_read_error(error);
-    co_return co_await refuse(
-        stream, status,
-        status == 413
-            ? fmt::format("the body is larger than the {} bytes that are taken", options.body_bytes_max)
-            : "the request is not HTTP: " + error.message(),
-        11);
-  }
+  if (error) co_return co_await refuse(stream, error, 11);
   const unsigned version = parser.get().version();
   if (beast::iequals(parser.get()[http::field::expect], "100-continue")) {
     http::response<http::empty_body> go_on(http::status::continue_, version);
@@ -285,19 +300,14 @@ asio::awaitable<bool> HttpServer::Impl::serve_one(beast::tcp_stream& stream, bea
   }
   stream.expires_after(options.body_time_max);
   co_await http::async_read(stream, buffer, parser, asio::redirect_error(asio::use_awaitable, error));
-  if (error) {
-    if (!is_protocol_error(error)) co_return false;
-    const unsigned status = status_of_read_error(error);
-    co_return co_await refuse(
-        stream, status,
-        status == 413
-            ? fmt::format("the body is larger than the {} bytes that are taken", options.body_bytes_max)
-            : "the request's body is broken: " + error.message(),
-        version);
-  }
+  if (error) co_return co_await refuse(stream, error, version);
   HttpRequest request = plain(parser.get());
   request.body = std::move(parser.get().body());
-  Exchange exchange(stream, options, parser.get().keep_alive() && !closing, version);
+  const bool head_only = request.method == "HEAD";
+  if (head_only) request.method = "GET";
+  const Exchange::Wanted wanted{
+      .keep_alive = parser.get().keep_alive() && !closing, .head_only = head_only, .version = version};
+  Exchange exchange(stream, options, wanted);
   co_await handler(request, exchange);
   exchange.end_watch();
   co_return exchange.keep_alive();
@@ -336,7 +346,13 @@ Result<std::unique_ptr<HttpServer>> HttpServer::listen(const HttpServerOptions& 
 
 std::uint16_t HttpServer::port() const { return impl_->acceptor.local_endpoint().port(); }
 std::size_t HttpServer::connections() const { return impl_->connections; }
-void HttpServer::run() { impl_->io.run(); }
+
+void HttpServer::run() {
+  impl_->io.run();
+  impl_->workers.stop();
+  impl_->workers.join();
+}
+
 void HttpServer::stop() { impl_->io.stop(); }
 void HttpServer::post(std::function<void()> fn) { asio::post(impl_->io, std::move(fn)); }
 asio::any_io_executor HttpServer::executor() { return impl_->io.get_executor(); }

@@ -31,7 +31,7 @@ struct HttpServerOptions {
 };
 
 struct HttpRequest {
-  std::string method;
+  std::string method;         // GET for HEAD, too
   std::string path;           // without the query
   std::string origin;         // header
   std::string host;           // header
@@ -77,7 +77,7 @@ class HttpServer {
 
   std::uint16_t port() const;
   std::size_t connections() const;
-  /// Serves until stop().
+  /// Serves until stop(), and for as long as the worker takes for what it has begun.
   void run();
   /// Takes no more connections and requests; open exchanges go on. Any thread.
   void close();

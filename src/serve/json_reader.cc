@@ -7,6 +7,8 @@ namespace {
 
 using nlohmann::json;
 
+constexpr std::size_t kQuotedBytesMax = 300;
+
 // The library's own parser keeps its nesting on the heap, but what it builds is also copied and walked: so
 // depth ends here, before anything is built.
 std::size_t nesting(std::string_view text) {
@@ -70,7 +72,9 @@ ApiResult<json> parse_json_object(std::string_view text) {
     // "[json.exception.parse_error.101] parse error at line 1, column 2: ..."
     const std::string_view what = error.what();
     const std::size_t end = what.find("] ");
-    return bad(fmt::format("the body is not JSON: {}", end == what.npos ? what : what.substr(end + 2)));
+    const std::string_view message = end == what.npos ? what : what.substr(end + 2);
+    // It quotes the body as far as it had come within a string.
+    return bad(fmt::format("the body is not JSON: {}", message.substr(0, kQuotedBytesMax)));
   }
 }
 

@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "base/check.h"
-#include "decode/text_assembler.h"
 
 namespace dualdecoder {
 namespace {
@@ -30,10 +29,24 @@ std::string as_utf8(const std::string& bytes) {
   return text;
 }
 
-double per_second(std::uint32_t count, double seconds) { return seconds > 0.0 ? count / seconds : 0.0; }
+// As OpenAI writes a token of a text completion that is no text by itself: "bytes:\\xf0\\x9f". So no two
+// tokens look the same.
+std::string text_or_bytes(const std::string& piece) {
+  Utf8Stream stream;
+  std::string text;
+  stream.push(piece, text);
+  if (stream.partial_bytes() == 0 && stream.replaced() == 0) return piece;
+  std::string bytes = "bytes:";
+  for (const char c : piece) bytes += fmt::format("\\x{:02x}", static_cast<unsigned char>(c));
+  return bytes;
+}
 
-// As OpenAI's clients know them.
-ordered_json finish_reason(const JobEnd& end) { return finish_reason_name(end.reason); }
+std::size_t count_characters(const std::string& text) {
+  return static_cast<std::size_t>(
+      std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; }));
+}
+
+double per_second(std::uint32_t count, double seconds) { return seconds > 0.0 ? count / seconds : 0.0; }
 
 }  // namespace
 
@@ -41,7 +54,7 @@ Reply::Reply(const CompletionRequest& request, const Vocabulary& vocabulary, Rep
              std::vector<std::vector<TokenId>> prompts)
     : request_(request), vocabulary_(vocabulary), head_(std::move(head)), prompts_(std::move(prompts)) {
   choices_.resize(prompts_.size() * request_.choices);
-  text_offset_.resize(choices_.size());
+  offsets_.resize(choices_.size());
 }
 
 ordered_json Reply::frame(bool chunk) const {
@@ -73,16 +86,17 @@ ordered_json Reply::chat_logprobs(std::span<const TokenLogprob> entries) const {
 
 // `with_first`: before them stands the prompt's first token, of which nothing says how likely it was.
 ordered_json Reply::completion_logprobs(std::span<const TokenLogprob> entries, bool with_first,
-                                        std::uint32_t choice, std::size_t& offset) const {
+                                        std::uint32_t choice, TextOffset& offset) const {
   ordered_json tokens = ordered_json::array();
   ordered_json logprobs = ordered_json::array();
   ordered_json tops = ordered_json::array();
   ordered_json offsets = ordered_json::array();
   const auto add = [&](TokenId token) {
-    const std::string text = as_utf8(token_text(token));
-    offsets.push_back(offset);
-    offset += as_utf8(vocabulary_.piece(token)).size();
-    tokens.push_back(text);
+    tokens.push_back(text_or_bytes(token_text(token)));
+    offsets.push_back(offset.characters);
+    std::string text;
+    offset.stream.push(vocabulary_.piece(token), text);
+    offset.characters += count_characters(text);
   };
   if (with_first) {
     add(prompt_of(choice).front());
@@ -93,8 +107,8 @@ ordered_json Reply::completion_logprobs(std::span<const TokenLogprob> entries, b
     add(made.token);
     logprobs.push_back(made.logprob);
     ordered_json top = ordered_json::object();
-    for (const auto& [token, logprob] : made.top) top[as_utf8(token_text(token))] = logprob;
-    top.emplace(as_utf8(token_text(made.token)), made.logprob);
+    for (const auto& [token, logprob] : made.top) top[text_or_bytes(token_text(token))] = logprob;
+    top[text_or_bytes(token_text(made.token))] = made.logprob;
     tops.push_back(std::move(top));
   }
   return {{"tokens", std::move(tokens)},
@@ -104,7 +118,7 @@ ordered_json Reply::completion_logprobs(std::span<const TokenLogprob> entries, b
 }
 
 ordered_json Reply::logprobs_of(std::span<const TokenLogprob> entries, bool with_first, std::uint32_t choice,
-                                std::size_t& offset) const {
+                                TextOffset& offset) const {
   if (!request_.top_logprobs) return nullptr;
   return chat() ? chat_logprobs(entries) : completion_logprobs(entries, with_first, choice, offset);
 }
@@ -151,8 +165,10 @@ void Reply::take(std::uint32_t index, JobEvent event, std::vector<std::string>* 
     }
     item["logprobs"] = logprobs.empty() && !with_first
                            ? ordered_json(nullptr)
-                           : logprobs_of(logprobs, with_first, index, text_offset_[index]);
-    item["finish_reason"] = event.end && !failed ? finish_reason(*event.end) : ordered_json(nullptr);
+                           : logprobs_of(logprobs, with_first, index, offsets_[index]);
+    item["finish_reason"] =
+        event.end && !failed ? ordered_json(finish_reason_name(event.end->reason)) : ordered_json(nullptr);
+    if (event.end) item["seed"] = seed_of(index);
     ordered_json chunk = frame(true);
     chunk["choices"] = ordered_json::array({std::move(item)});
     if (event.end) chunk["timings"] = timings(*event.end);
@@ -220,9 +236,10 @@ std::string Reply::object() const {
     } else {
       item["text"] = choice.text;
     }
-    std::size_t offset = 0;
+    TextOffset offset;
     item["logprobs"] = logprobs_of(choice.logprobs, request_.echo, i, offset);
-    item["finish_reason"] = finish_reason(*choice.end);
+    item["finish_reason"] = finish_reason_name(choice.end->reason);
+    item["seed"] = seed_of(i);
     object["choices"].push_back(std::move(item));
   }
   object["usage"] = usage();

@@ -9,6 +9,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "decode/text_assembler.h"
 #include "model/vocabulary.h"
 #include "serve/job.h"
 #include "serve/request.h"
@@ -48,9 +49,18 @@ class Reply {
     bool begun = false;  // its first chunk is out
   };
 
+  // How much text stands before a token: in characters, of which the last may be begun.
+  struct TextOffset {
+    Utf8Stream stream;
+    std::size_t characters = 0;
+  };
+
   bool chat() const { return request_.endpoint == Endpoint::kChat; }
   const std::vector<TokenId>& prompt_of(std::uint32_t choice) const {
     return prompts_[choice / request_.choices];
+  }
+  std::uint64_t seed_of(std::uint32_t choice) const {
+    return request_.sampling.seed + choice % request_.choices;
   }
   nlohmann::ordered_json frame(bool chunk) const;
   nlohmann::ordered_json usage() const;
@@ -58,9 +68,9 @@ class Reply {
   std::string token_text(TokenId token) const;
   nlohmann::ordered_json chat_logprobs(std::span<const TokenLogprob> entries) const;
   nlohmann::ordered_json completion_logprobs(std::span<const TokenLogprob> entries, bool with_first,
-                                             std::uint32_t choice, std::size_t& offset) const;
+                                             std::uint32_t choice, TextOffset& offset) const;
   nlohmann::ordered_json logprobs_of(std::span<const TokenLogprob> entries, bool with_first,
-                                     std::uint32_t choice, std::size_t& offset) const;
+                                     std::uint32_t choice, TextOffset& offset) const;
   std::string echoed(std::uint32_t choice) const;
 
   CompletionRequest request_;
@@ -68,7 +78,7 @@ class Reply {
   ReplyHead head_;
   std::vector<std::vector<TokenId>> prompts_;
   std::vector<Choice> choices_;
-  std::vector<std::size_t> text_offset_;  // [choice] of logprobs in a stream
+  std::vector<TextOffset> offsets_;  // [choice] of logprobs in a stream
   std::size_t ended_ = 0;
   std::optional<ApiError> error_;
 };

@@ -19,9 +19,11 @@ ApiError bad(const std::string& param, const std::string& message) {
 }
 
 bool is_token(const json& value) {
-  return value.is_number_integer() &&
-         (value.is_number_unsigned() ? value.get<std::uint64_t>() <= std::numeric_limits<TokenId>::max()
-                                     : value.get<std::int64_t>() >= std::numeric_limits<TokenId>::min());
+  using Limits = std::numeric_limits<TokenId>;
+  if (value.is_number_unsigned()) return value.get<std::uint64_t>() <= std::uint64_t{Limits::max()};
+  if (!value.is_number_integer()) return false;
+  const auto number = value.get<std::int64_t>();
+  return number >= Limits::min() && number <= Limits::max();
 }
 
 // ---- Messages
@@ -148,7 +150,9 @@ void read_sampling(JsonReader& reader, SamplingOptions& sampling) {
   set(sampling.temperature, reader.number("temperature", 0.0, 100.0));
   set(sampling.top_k, reader.integer("top_k", 0, std::numeric_limits<std::int32_t>::max()));
   set(sampling.top_p, reader.number("top_p", 0.0, 1.0));
+  if (sampling.top_p == 0.0f) reader.refuse("top_p", "wanted is a number above 0, up to 1");
   set(sampling.min_p, reader.number("min_p", 0.0, 1.0));
+  if (sampling.min_p == 1.0f) reader.refuse("min_p", "wanted is a number from 0, below 1");
   for (const char* name : {"repetition_penalty", "repeat_penalty"})
     set(sampling.repeat_penalty, reader.number(name, 0.01, 100.0));
   set(sampling.frequency_penalty, reader.number("frequency_penalty", -2.0, 2.0));

@@ -128,6 +128,17 @@ ApiStatus Service::check(const Job& job) const {
     }
     return std::unexpected(std::move(error));
   };
+  const Vocabulary& vocabulary = model_.vocabulary();
+  if (Status status = vocabulary.check_tokens(job.prompt); !status)
+    return std::unexpected(bad_field("prompt", "prompt: " + status.error().message));
+  for (const auto& [token, bias] : job.options.sampling.logit_bias) {
+    const TokenId list[] = {token};
+    if (Status status = vocabulary.check_tokens(list); !status) {
+      return std::unexpected(
+          bad_field("logit_bias", fmt::format("logit_bias: token {} is outside the vocabulary (0 to {})",
+                                              token, vocabulary.size() - 1)));
+    }
+  }
   if (Status status = generator_->check(job.prompt, job.options); !status)
     return refuse(status.error(), engine_->context());
   if (job.prompt.size() < capacity_) return {};
@@ -140,12 +151,6 @@ ApiStatus Service::check(const Job& job) const {
 }
 
 ApiResult<std::vector<JobId>> Service::submit(std::vector<Job> jobs) {
-  for (const Job& job : jobs) {
-    if (auto status = check(job); !status) {
-      metrics_.note_refused("invalid");
-      return std::unexpected(status.error());
-    }
-  }
   std::vector<JobId> ids;
   {
     const std::lock_guard lock(mutex_);
@@ -331,7 +336,6 @@ void Service::step(const Scheduler::Plan& plan) {
     return;
   }
   scheduler_->note_step(seconds_between(begin, Clock::now()));
-  metrics_.note_engine(*engine_);
   for (std::size_t i = 0; i < members.size(); ++i) {
     Running& running = *jobs_.at(members[i]);
     const std::uint32_t still_left = running.generation->prompt_left();
@@ -418,6 +422,7 @@ void Service::end(JobId id, FinishReason reason, const Error& error) {
 }
 
 void Service::publish_state() {
+  metrics_.note_engine(*engine_);
   metrics_.note_jobs(scheduler_->running(), scheduler_->waiting());
   ServiceState state;
   for (const auto& [id, running] : jobs_) {

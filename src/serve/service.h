@@ -51,7 +51,10 @@ class Service {
   /// Aborts what is left; its listeners hear of it.
   ~Service();
 
-  /// All of `jobs` or none: 400 for what can never run, 429 when the queue has no room, 503 while draining.
+  /// 400 for a job that can never run. Any thread.
+  ApiStatus check(const Job& job) const;
+  /// All of `jobs`, which check() lets pass, or none: 400 for more than can ever be taken at once, 429 when
+  /// the queue has no room, 503 while draining.
   ApiResult<std::vector<JobId>> submit(std::vector<Job> jobs);
   /// It ends as kAbort after the step under way, if it has not ended before.
   void cancel(JobId job);
@@ -77,7 +80,6 @@ class Service {
   void tell(Running& job);
   void end(JobId id, FinishReason reason, const Error& error);
   void publish_state();
-  ApiStatus check(const Job& job) const;
 
   const Model& model_;
   const ServiceOptions options_;
