@@ -111,6 +111,7 @@ Status Generator::prefill(Generation& generation, const Engine::Progress& progre
     return {};
   }
   draw(generation, std::span(*logits, engine_.model().vocabulary().size()));
+  if (generation.running()) generation.draft_.begin(*generation.sequence_, draw_of(generation));
   return {};
 }
 
@@ -145,10 +146,8 @@ Status Generator::run_step(std::span<Generation* const> running) {
     const float* row = *logits;
     for (std::size_t i = 0; i < members_.size(); ++i) {
       Generation& generation = *members_[i];
-      const auto draw_one = [&](std::span<const float> from, std::uint32_t position, DrawnAs drawn_as) {
-        return drawn_as == DrawnAs::kToken ? draw(generation, from) : guess(generation, from, position);
-      };
-      if (!generation.sequence_->error()) generation.draft_.take(*generation.sequence_, row, draw_one);
+      if (!generation.sequence_->error())
+        generation.draft_.take(*generation.sequence_, row, draw_of(generation));
       row += groups_[i].logits_rows() * engine_.model().vocabulary().size();
     }
   }
@@ -158,6 +157,12 @@ Status Generator::run_step(std::span<Generation* const> running) {
     generation->finish(FinishReason::kError);
   }
   return {};
+}
+
+Draft::Draw Generator::draw_of(Generation& generation) {
+  return [&](std::span<const float> from, std::uint32_t position, DrawnAs drawn_as) {
+    return drawn_as == DrawnAs::kToken ? draw(generation, from) : guess(generation, from, position);
+  };
 }
 
 // Nothing when the generation ends with it.

@@ -98,6 +98,7 @@ class Generator {
 
  private:
   Status run_step(std::span<Generation* const> running);
+  Draft::Draw draw_of(Generation& generation);
   std::optional<TokenId> draw(Generation& generation, std::span<const float> logits);
   std::optional<TokenId> guess(const Generation& generation, std::span<const float> logits,
                                std::uint32_t position);
