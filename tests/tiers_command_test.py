@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from conftest import PROGRAM, dualdecoder
+from conftest import PROGRAM, dualdecoder, make_tiny
 
 LONG_PROMPT = " ".join(f"word{i}" for i in range(90))  # some 600 tokens of the tiny model
 
@@ -58,6 +58,25 @@ def test_guesses_beside_a_corrected_selection_change_no_token_and_are_counted(ru
     draft = dual["draft"]
     assert 0 < draft["right"] <= draft["guesses"] <= 22 and draft["primings"] > 0
     assert f"guesses {draft['right']} of {draft['guesses']} right" in result.errors[-1]
+
+
+def test_a_draft_model_changes_no_token_and_stands_in_the_plan(run, tiny, tmp_path):
+    draft = make_tiny(tmp_path / "draft.gguf", "--layers", "1", "--seed", "5")
+    options = ["-n", 24, "--temp", 0, "--ignore-eos", "-b", 64, "--batch-invariant", "--far", "host", "--budget", 4096]
+    _, alone = run(*options, prompt=LONG_PROMPT)
+    result, report = run(*options, "--draft", f"model:{draft}", "--accept", prompt=LONG_PROMPT)
+    assert result.code == 0, result.stderr
+    assert report["generated_tokens"] == alone["generated_tokens"]
+    assert report["draft"]["guesses"] > 0 and "draft: weights" in result.stderr
+    plan = ["plan", "-m", tiny, "-c", 1024, "--far", "host", "--no-measure"]
+    with_draft = json.loads(dualdecoder(*plan, "-o", "json", "--draft", f"model:{draft}").stdout)
+    without = json.loads(dualdecoder(*plan, "-o", "json").stdout)
+    assert with_draft["draft_kv_bytes"] > 0 and with_draft["draft_weights_bytes"] == report["draft_weights_bytes"] > 0
+    assert with_draft["near_kv_bytes"] == without["near_kv_bytes"]
+    assert with_draft["resident_bytes"] > without["resident_bytes"] + with_draft["draft_kv_bytes"]
+    assert "draft model: KV" in dualdecoder(*plan, "--draft", f"model:{draft}").stdout
+    refused, _ = run(*options, "--draft", f"model:{tmp_path}/missing.gguf")
+    assert refused.code == 1 and "missing.gguf" in refused.stderr
 
 
 def test_a_trace_holds_every_pass_of_every_layer_and_the_reads_of_decoding(run, tmp_path):

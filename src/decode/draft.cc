@@ -32,6 +32,10 @@ void Draft::remember(TokenId token) {
   if (keeps_history_) history_.push_back(token);
 }
 
+void Draft::begin(const Sequence& sequence, const Draw& draw) {
+  ask_model(sequence, sequence.tokens() + 1, draw);
+}
+
 StepGroup Draft::next(Sequence& sequence, const TokenId& newest, bool may_guess) {
   StepGroup group{.sequence = &sequence, .tokens = std::span(&newest, 1)};
   position_ = sequence.tokens() + 1;
@@ -71,8 +75,12 @@ void Draft::take(Sequence& sequence, const float* logits, const Draw& draw) {
       guess_ = draw(behind, position + 1, DrawnAs::kGuess);
     }
   }
-  if (guess_ || !newest || options_.kind != DraftKind::kModel || !tells(sequence)) return;
-  if (const auto drafted = follower_->next(history_)) guess_ = draw(*drafted, position + 1, DrawnAs::kGuess);
+  if (!guess_ && newest) ask_model(sequence, position + 1, draw);
+}
+
+void Draft::ask_model(const Sequence& sequence, std::uint32_t position, const Draw& draw) {
+  if (options_.kind != DraftKind::kModel || !tells(sequence)) return;
+  if (const auto logits = follower_->next(history_)) guess_ = draw(*logits, position, DrawnAs::kGuess);
 }
 
 // Whether a guess in the next step would be of any use.

@@ -61,6 +61,9 @@ class Draft {
 
   /// A token of the prompt, or drawn: what n-grams are looked up in, and a draft model reads.
   void remember(TokenId token);
+  /// The prompt is in `sequence`, and what follows it was drawn: a draft model reads them and guesses. Left
+  /// out, it reads them behind the first step.
+  void begin(const Sequence& sequence, const Draw& draw);
   /// What goes into the next step. `newest` is to stay where it is until the step is over. Without
   /// `may_guess` the token alone: for the last one that is wanted.
   StepGroup next(Sequence& sequence, const TokenId& newest, bool may_guess = true);
@@ -77,6 +80,7 @@ class Draft {
 
  private:
   bool tells(const Sequence& sequence) const;
+  void ask_model(const Sequence& sequence, std::uint32_t position, const Draw& draw);
   std::optional<TokenId> find_ngram() const;
 
   Engine& engine_;

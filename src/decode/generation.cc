@@ -214,13 +214,10 @@ Status Generator::run_step(std::span<Generation* const> running, std::span<const
     for (std::size_t i = 0; i < members_.size(); ++i) {
       Generation& generation = *members_[i];
       const std::size_t rows = groups_[i].logits_rows();
-      const auto draw_one = [&](std::span<const float> from, std::uint32_t position, DrawnAs drawn_as) {
-        return drawn_as == DrawnAs::kToken ? draw(generation, from) : guess(generation, from, position);
-      };
       if (generation.sequence_->error()) {
         // Its rows mean nothing.
       } else if (i < decoding) {
-        generation.draft_.take(*generation.sequence_, row, draw_one);
+        generation.draft_.take(*generation.sequence_, row, draw_of(generation));
       } else {
         take_prompt_logits(generation, groups_[i].tokens, row);
       }
@@ -275,6 +272,13 @@ void Generator::end_prompt(Generation& generation, const float* logits) {
     return;
   }
   draw(generation, std::span(logits, engine_.model().vocabulary().size()));
+  if (generation.running()) generation.draft_.begin(*generation.sequence_, draw_of(generation));
+}
+
+Draft::Draw Generator::draw_of(Generation& generation) {
+  return [&](std::span<const float> from, std::uint32_t position, DrawnAs drawn_as) {
+    return drawn_as == DrawnAs::kToken ? draw(generation, from) : guess(generation, from, position);
+  };
 }
 
 // Nothing when the generation ends with it.

@@ -141,6 +141,7 @@ class Generator {
   void keep_blocks(Generation& generation);
   void settle(Generation& generation);
   bool restart(Generation& generation);
+  Draft::Draw draw_of(Generation& generation);
   std::optional<TokenId> draw(Generation& generation, std::span<const float> logits);
   std::optional<TokenId> guess(const Generation& generation, std::span<const float> logits,
                                std::uint32_t position);
