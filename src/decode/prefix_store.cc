@@ -1,11 +1,14 @@
 #include "decode/prefix_store.h"
 
+#include <cerrno>
 #include <cstring>
 #include <filesystem>
 
+#include <fcntl.h>
 #include <sqlite3.h>
 
 #include "base/check.h"
+#include "base/file.h"
 
 namespace dualdecoder {
 namespace {
@@ -80,6 +83,9 @@ PrefixStore::Statement PrefixStore::prepare(const char* sql) {
 
 // No fsync: a killed process leaves what it wrote to the system, and that is all that is promised.
 Status PrefixStore::connect() {
+  // For this user alone, as the far file is; what SQLite puts beside it takes after it.
+  const FileDescriptor fd(::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
+  if (fd.get() < 0) return fail(ErrorCode::kIo, "cannot open {}: {}", path_, errno_text(errno));
   sqlite3* database = nullptr;
   const int result =
       sqlite3_open_v2(path_.c_str(), &database, SQLITE_OPEN_READWRITE | SQLITE_OPEN_CREATE, nullptr);
