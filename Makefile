@@ -9,7 +9,7 @@ WERROR := $(if $(filter true,$(CI)),ON,OFF)
 SOURCES = git ls-files -z --cached --others --exclude-standard -- '*.h' '*.cc'
 CLANG_FORMAT = xargs -0r clang-format-14
 
-.PHONY: help setup model models build demo test test-long test-asan test-tsan format format-check clean
+.PHONY: help setup model models build demo serve test test-long test-asan test-tsan format format-check clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ demo: build $(SMOLLM2) ## One question about a long document, answered: DEMO_QUE
 	@mkdir -p build/demo
 	@build/release/dualdecoder run -m $(SMOLLM2) -f demo/lighthouse-logbook.md -p "$(DEMO_QUESTION)" \
 	  --chat --temp 0 -n 96 --far file:build/demo --near-memory 22.5MiB --budget 2048
+
+serve: build $(SMOLLM2) ## The OpenAI API on http://127.0.0.1:8080, until Ctrl-C: SERVE_OPTIONS="--port 9000"
+	@exec build/release/dualdecoder serve -m $(SMOLLM2) $(SERVE_OPTIONS)
 
 test: build $(SMOLLM2) $(GEMMA3) ## Every test but the long ones
 	@ctest --preset release
