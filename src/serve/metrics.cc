@@ -35,6 +35,7 @@ Metrics::Metrics()
       near_bytes_used_(gauge("near_kv_bytes_used", "KV that is near")),
       far_bytes_(gauge("far_kv_bytes", "KV that the far tier may hold")),
       far_bytes_used_(gauge("far_kv_bytes_used", "KV in the far tier")),
+      kept_bytes_(gauge("prefix_cache_bytes", "Of these, KV that is kept for later, in use or not")),
       prompt_tokens_(counter("prompt_tokens_total", "Tokens of prompts that were computed")),
       tokens_(counter("generation_tokens_total", "Tokens generated")),
       prefix_queries_(counter("prefix_cache_queries_total", "Tokens of prompts looked up in the cache")),
@@ -67,6 +68,10 @@ Metrics::Metrics()
   read_errors_ = rising("far_errors_total", errors, {{"kind", "read"}});
   write_errors_ = rising("far_errors_total", errors, {{"kind", "write"}});
   checksum_errors_ = rising("far_errors_total", errors, {{"kind", "checksum"}});
+  kept_evicted_ = rising("prefix_cache_evicted_pages_total", "Kept pages that made room for others");
+  kept_lost_ = rising("prefix_cache_lost_pages_total", "Kept pages that could not be read any more");
+  kept_store_errors_ =
+      rising("prefix_cache_store_errors_total", "Changes that the index of kept pages did not take");
 }
 
 std::string Metrics::text() const { return prometheus::TextSerializer().Serialize(registry_.Collect()); }
@@ -120,6 +125,12 @@ void Metrics::note_engine(const Engine& engine) {
   const Tiers& tiers = engine.tiers();
   far_bytes_.Set(static_cast<double>(tiers.far().bytes_max()));
   far_bytes_used_.Set(static_cast<double>(tiers.far().bytes_in_use()));
+  if (const PrefixCache* kept = engine.prefixes()) {
+    kept_bytes_.Set(static_cast<double>(std::uint64_t{kept->pages()} * tiers.geometry().page_bytes()));
+    kept_evicted_.set(static_cast<double>(kept->stats().evicted));
+    kept_lost_.set(static_cast<double>(kept->stats().lost));
+    kept_store_errors_.set(static_cast<double>(kept->stats().store_errors));
+  }
   const TransferStats& transfers = tiers.transfers().stats();
   far_reads_.set(static_cast<double>(transfers.reads.copies));
   far_writes_.set(static_cast<double>(transfers.writes.copies));

@@ -54,6 +54,7 @@ class Metrics {
   prometheus::Gauge& near_bytes_used_;
   prometheus::Gauge& far_bytes_;
   prometheus::Gauge& far_bytes_used_;
+  prometheus::Gauge& kept_bytes_;
   prometheus::Counter& prompt_tokens_;
   prometheus::Counter& tokens_;
   prometheus::Counter& prefix_queries_;
@@ -79,6 +80,9 @@ class Metrics {
   Rising read_errors_;
   Rising write_errors_;
   Rising checksum_errors_;
+  Rising kept_evicted_;
+  Rising kept_lost_;
+  Rising kept_store_errors_;
 };
 
 }  // namespace dualdecoder
