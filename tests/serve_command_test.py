@@ -509,7 +509,7 @@ def test_a_silent_stream_carries_comments_and_progress_when_asked(slow):
     assert len(done) > 10 and done == sorted(set(done)) and done[-1] == 5001 and progress[0]["total"] == 5001
     assert rest[-1] == "[DONE]"
     begin = time.monotonic()
-    silent = list(slow.stream("/v1/completions", {"prompt": "p" * 5000, "max_tokens": 1}))
+    silent = list(slow.stream("/v1/completions", {"prompt": "q" * 5000, "max_tokens": 1}))
     comments = [event for event in silent if isinstance(event, str) and event.startswith(":")]
     taken = time.monotonic() - begin
     assert taken > 2.5, "the prompt is too short for this test"

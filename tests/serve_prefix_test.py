@@ -89,7 +89,7 @@ def test_other_blocks_or_a_damaged_file_give_the_tokens_of_a_cold_start(model, t
         assert server.metrics()["dualdecoder:prefix_cache_lost_pages_total"] > 0
         server.probe()
         server.stop()
-    with Server(model, *options, "--block-size", 32) as server:
+    with Server(model, *[32 if option == BLOCK and options[i - 1] == "--block-size" else option for i, option in enumerate(options)]) as server:
         assert ask(server, DOCUMENT)[1] == 0
 
 

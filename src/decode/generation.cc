@@ -141,7 +141,7 @@ void Generator::keep_blocks(Generation& generation) {
     for (std::uint32_t i = 0; i < block_tokens; ++i) tokens[i] = generation.token_at(begin + i);
     const bool exact = begin + block_tokens <= generation.prompt_.size() ||
                        engine_.tiers().options().policy == Policy::kFull;
-    prefixes->keep(*generation.sequence_, generation.kept_, tokens, exact);
+    if (!prefixes->keep(*generation.sequence_, generation.kept_, tokens, exact)) return;
   }
 }
 

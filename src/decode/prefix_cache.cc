@@ -190,8 +190,7 @@ Result<PrefixCache::Cursor> PrefixCache::adopt(Sequence& sequence, const std::st
   return cursor;
 }
 
-void PrefixCache::keep(const Sequence& sequence, Cursor& cursor, std::span<const TokenId> tokens,
-                       bool exact) {
+bool PrefixCache::keep(Sequence& sequence, Cursor& cursor, std::span<const TokenId> tokens, bool exact) {
   const BlockIndex block(cursor.blocks);
   DD_CHECK(block.value < sequence.blocks_at_rest() && tokens.size() == tiers_.geometry().block_tokens);
   ++now_;
@@ -216,22 +215,26 @@ void PrefixCache::keep(const Sequence& sequence, Cursor& cursor, std::span<const
     link(id, std::move(node));
   } else {
     Node& node = nodes_.at(id);
-    touch(id, node);
-    if (exact && !node.exact) {
-      // The same tokens, now computed exactly.
+    const bool same_bits = exact && node.exact;
+    if (node.page != page && same_bits && !sequence.try_share_page(block, node.page)) return false;
+    if (node.page != page && !same_bits) {
+      // Computed again: the page of this sequence takes the place of the other one.
+      if (node.exact || tiers_.far().users(node.page) > 1) return false;
       tiers_.far().retain(page);
       tiers_.far().release(std::exchange(node.page, page));
       digest_bytes_ -= node.digests.size();
       node.digests = record();
-      node.exact = true;
+      node.exact = exact;
       store(id, node);
       digest_bytes_ += node.digests.size();
     }
+    touch(id, node);
   }
   cursor = {.first = cursor.blocks == 0 ? id : cursor.first,
             .node = id,
             .blocks = cursor.blocks + 1,
             .exact = exact};
+  return true;
 }
 
 void PrefixCache::remove(PrefixNodeId id) {

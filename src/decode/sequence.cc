@@ -208,6 +208,15 @@ Status Sequence::adopt(std::span<const PageIndex> pages, std::span<const std::ve
   return bring_near(nullptr);
 }
 
+bool Sequence::try_share_page(BlockIndex block, PageIndex page) {
+  for (LayerIndex layer; layer.value < geometry().layers; ++layer) {
+    if (residency_->state(layer, block) == SlotState::kLoading) return false;
+  }
+  tiers_.far().retain(page);
+  tiers_.far().release(std::exchange(pages_[block.value], page));
+  return true;
+}
+
 std::uint32_t Sequence::blocks_at_rest() const {
   // All layers of a block are written at once, and leave only afterwards.
   std::uint32_t blocks = written_;

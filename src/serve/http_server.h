@@ -1,6 +1,6 @@
 // HTTP/1.1 for the server: connections, limits, time-outs, event streams. It knows nothing of models. On
 // Boost.Beast; all of it runs on the one thread that calls run(), and a handler is a coroutine there, so it
-// must leave work that takes long to other threads (HttpExchange::on_worker).
+// must leave work that takes long to other threads (HttpServer::worker).
 #pragma once
 
 #include <chrono>
