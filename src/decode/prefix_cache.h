@@ -63,8 +63,11 @@ class PrefixCache {
   Result<Cursor> adopt(Sequence& sequence, const std::string& salt, std::span<const TokenId> tokens,
                        bool exact_only);
   /// Keeps the next block of `sequence`, number cursor.blocks, which is at rest; `tokens`, those of the
-  /// block. `exact`: they attended to everything.
-  void keep(const Sequence& sequence, Cursor& cursor, std::span<const TokenId> tokens, bool exact);
+  /// block. `exact`: they attended to everything. Where the same is kept already, one of the two pages goes,
+  /// so that every node on a cursor's path is a page of its sequence: none is held without being counted.
+  /// False where that is not possible, now or at all: the other page is exact and this one is not, or others
+  /// use it.
+  bool keep(Sequence& sequence, Cursor& cursor, std::span<const TokenId> tokens, bool exact);
   /// Forgets the node and all below it: it cannot be read.
   void drop(PrefixNodeId node);
 
