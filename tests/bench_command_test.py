@@ -90,12 +90,13 @@ def test_without_an_option_it_is_eight_sequences_of_8192_tokens_against_libllama
 def test_far_tiers_decode_the_same_tokens_when_every_block_is_selected(tiny):
     result = dualdecoder(
         "bench", "-m", tiny, *NARROW, "-p", 0, "-n", 12, "-d", 300, "-np", 2, "-r", 1, "--far", "none,host", "--policy",
-        "previous,reactive,dual", "--budget", 1024, "--correct", "miss", "--batch-invariant", "-o", "json",
+        "previous,reactive,dual", "--budget", 1024, "--correct", "miss", "--batch-invariant", "--quality", 3, "-o", "json",
     )
     assert result.code == 0, result.stderr
     rows = json.loads(result.stdout)
     assert len(rows) == 4 and len({row["token_hash"] for row in rows}) == 1
     assert all(row["recall"] == 1.0 for row in rows if row["policy"] in ("previous", "dual"))
+    assert all(abs(row["kl_mean"]) < 1e-6 and row["same_top"] == 1.0 for row in rows if row["far"] == "host")
 
 
 def test_csv_has_the_columns_of_json(tiny):

@@ -52,7 +52,7 @@ measure recall eval -m "$model" --kl -f $text -c 6000 -n 64 --policy last-set,pr
 measure needle eval -m "$model" --needle single --lengths 2048,4096 --seeds 2 --policy dual --budget 1024 \
   --results "$out/needle.jsonl" -o json
 if [[ ! -s $out/trace.json ]]; then
-  command="dualdecoder run -m $model -f $text -n 24 --temp 0 --raw -c 8192 --ignore-eos --policy dual --far $far"
+  command="dualdecoder run -m $model -f demo/lighthouse-logbook.md -n 24 --temp 0 --raw -c 8192 --ignore-eos --policy dual --far $far"
   # shellcheck disable=SC2086 # words on purpose
   "$program" ${command#dualdecoder } --trace "$out/trace.partial" >/dev/null
   mv "$out/trace.partial" "$out/trace.json"

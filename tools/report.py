@@ -33,8 +33,8 @@ STYLES = {
     "libllama": {"color": "#111111", "marker": "x", "linestyle": (0, (6, 2))},
     "dense": {"color": "#555555", "marker": "*", "linestyle": (0, (3, 1))},
 }
-PASS_ORDER = ["begin", "project", "append", "select", "arrive", "attend", "predict", "finish", "retire"]
-PASS_COLORS = dict(zip(PASS_ORDER, ["#dddddd", "#1b4f9c", "#88aadd", "#c2a000", "#b03030", "#f0b070", "#5c8a3c", "#30304f",
+PASS_ORDER = ["project", "append", "select", "arrive", "attend", "predict", "finish", "retire"]
+PASS_COLORS = dict(zip(PASS_ORDER, ["#1b4f9c", "#88aadd", "#c2a000", "#b03030", "#f0b070", "#5c8a3c", "#30304f",
                                     "#aaaaaa"]))
 
 
@@ -173,7 +173,8 @@ def whole_step(events):
     """The step in the middle of those that have all passes: its events, by track."""
     steps = collections.defaultdict(list)
     for event in events:
-        if event.get("ph") == "X" and event["tid"] == 0 and "step" in event.get("args", {}):
+        # "begin" still has the number of the step before.
+        if event.get("ph") == "X" and event["tid"] == 0 and "step" in event.get("args", {}) and event["name"] != "begin":
             steps[event["args"]["step"]].append(event)
     whole = [number for number, found in steps.items() if any(event["name"] == "finish" for event in found)]
     if not whole:
@@ -234,7 +235,8 @@ def timeline(sources):
 
 def layer_recall(sources):
     for source in sources:
-        rows = source.rows("layer_recall")
+        # What `reactive` would have predicted is not what it does.
+        rows = [row for row in source.rows("layer_recall") if row["policy"] != "reactive"]
         if not rows:
             continue
         figure, axes = new_axes("layer", "share of the token's own selection", width=7.2)
@@ -243,6 +245,7 @@ def layer_recall(sources):
             axes.plot(range(len(row["layer_recall"])), row["layer_recall"], linewidth=1.3,
                       label=f"{row['policy']} (mean {row['recall']:.3f})", **look)
         axes.set_ylim(top=1.005)
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         axes.legend(frameon=False, fontsize=8)
         yield "Recall: blocks that had been predicted, layer by layer", figure, [source]
 
@@ -262,7 +265,10 @@ def divergence(sources):
         axes.set_yscale("log")
         budgets = sorted({row["budget"] for row in rows})
         axes.set_xticks(budgets, [f"{budget:,}" for budget in budgets])
-        axes.minorticks_off()
+        axes.xaxis.set_minor_locator(ticker.NullLocator())
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_locator(ticker.NullLocator())
         row = rows[0]
         yield f"Divergence against budget, {row['positions']} positions after {row['context']:,} tokens", figure, [source]
 
@@ -377,7 +383,7 @@ def page(directory, sources, broken):
     out.append("<h2>Where we lose</h2>")
     lost = losses(sources)
     out.append("<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in lost) + "</ul>" if lost
-               else "<p>In nothing that was measured here; small contexts and long answers were not.</p>")
+               else "<p>Nowhere in what was measured here.</p>")
     count = 0
     for title, figure, used in pictures(sources):
         count += 1
