@@ -170,7 +170,7 @@ def memory(sources):
 
 
 def whole_step(events):
-    """The step in the middle of those that have all passes: its events, by track."""
+    """Of the steps that have all passes, the one of median length: its events, by track."""
     steps = collections.defaultdict(list)
     for event in events:
         # "begin" still has the number of the step before.
@@ -179,7 +179,8 @@ def whole_step(events):
     whole = [number for number, found in steps.items() if any(event["name"] == "finish" for event in found)]
     if not whole:
         return None
-    number = sorted(whole)[len(whole) // 2]
+    length = {at: max(event["ts"] + event["dur"] for event in steps[at]) - min(event["ts"] for event in steps[at]) for at in whole}
+    number = sorted(whole, key=length.get)[len(whole) // 2]
     start = min(event["ts"] for event in steps[number])
     end = max(event["ts"] + event["dur"] for event in steps[number])
     reads = [event for event in events if event.get("ph") == "X" and event["tid"] == 1 and event["ts"] < end
@@ -230,7 +231,7 @@ def timeline(sources):
         axes.set_xlim(0, (end - start) / 1e3)
         axes.grid(False, axis="y")
         axes.legend(frameon=False, fontsize=7, ncols=6, loc="upper center", bbox_to_anchor=(0.5, -0.28))
-        yield "One decode step: compute above, reads for the next one below", figure, [source]
+        yield "One decode step (of median length): compute above, reads for the next one below", figure, [source]
 
 
 def layer_recall(sources):
