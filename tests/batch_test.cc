@@ -88,7 +88,7 @@ class Batch : public testing::Test {
     std::vector<std::unique_ptr<Generation>> generations;
     for (std::uint32_t i = 0; i < kSequences; ++i) {
       GenerationOptions setup = options(temperature, i);
-      setup.on_logits = [&answers, &reference, i](std::span<const float> row) {
+      setup.on_token = [&answers, &reference, i](TokenId, std::span<const float> row) {
         const TokenId other = reference[i].tokens[answers[i].gap_to_alone.size()];
         answers[i].gap_to_alone.push_back(*std::max_element(row.begin(), row.end()) -
                                           row[static_cast<std::size_t>(other)]);

@@ -95,8 +95,24 @@ def test_far_tiers_decode_the_same_tokens_when_every_block_is_selected(tiny):
     assert result.code == 0, result.stderr
     rows = json.loads(result.stdout)
     assert len(rows) == 4 and len({row["token_hash"] for row in rows}) == 1
-    assert all(row["recall"] == 1.0 for row in rows if row["policy"] in ("previous", "dual"))
+    assert not any("recall" in row for row in rows), "nothing is ranked where all is selected"
     assert all(abs(row["kl_mean"]) < 1e-6 and row["same_top"] == 1.0 for row in rows if row["far"] == "host")
+
+
+def test_what_is_attended_to_is_a_list_measured_against_the_first(tiny):
+    arguments = ["bench", "-m", tiny, *NARROW, "-p", 0, "-n", 6, "-d", 400, "-r", 2, "--far", "host", "--policy", "previous,dual",
+                 "--attend", "selected,resident", "--near-slots", 256, "--budget", 32, "--correct", "miss", "--draft",
+                 f"model:{tiny}", "--quality", 5]
+    result = dualdecoder(*arguments, "-o", "json")
+    assert result.code == 0, result.stderr
+    rows = json.loads(result.stdout)
+    assert [(row["policy"], row["attend"]) for row in rows] == [
+        ("previous", "selected"), ("previous", "resident"), ("dual", "selected"), ("dual", "resident")]
+    assert [row.get("vs_first", 0) > 0 for row in rows] == [False, True, True, True]
+    assert all(0 < row["recall"] <= 1 and row["kl_positions"] == 5 for row in rows)
+    assert rows[1]["kl_mean"] < rows[0]["kl_mean"]
+    table = dualdecoder(*arguments)
+    assert table.code == 0 and "previous, resident" in table.stdout and "vs first" in table.stdout
 
 
 def test_csv_has_the_columns_of_json(tiny):

@@ -14,7 +14,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr DraftKind kEveryDraft[] = {DraftKind::kSelf, DraftKind::kNgram, DraftKind::kKeep};
+constexpr DraftKind kEveryDraft[] = {DraftKind::kSelf, DraftKind::kNgram, DraftKind::kKeep,
+                                     DraftKind::kModel};
 constexpr Correction kEveryCorrection[] = {{},
                                            {.kind = Correction::Kind::kMiss, .cosine = 0.0f},
                                            {.kind = Correction::Kind::kCosine, .cosine = 0.9f}};
@@ -29,6 +30,7 @@ class Dual : public TieredEngines, public testing::WithParamInterface<const char
   void SetUp() override {
     const std::string architecture = GetParam();
     model_ = load({.architecture = architecture, .layers = architecture == "gemma3" ? 4U : 3U});
+    draft_model_ = load({.layers = 1, .embedding = 32, .heads = 2, .feed_forward = 64, .seed = 9}, "draft");
   }
 
   /// All near, no guesses.
@@ -37,13 +39,17 @@ class Dual : public TieredEngines, public testing::WithParamInterface<const char
     options.tiers.far = {};
     return options;
   }
-  static EngineOptions dual_options(std::uint32_t sequences, std::uint32_t budget_tokens) {
+  EngineOptions dual_options(std::uint32_t sequences, std::uint32_t budget_tokens) const {
     EngineOptions options = small_options(sequences);
     options.tiers.far.kind = FarKind::kHost;
     options.tiers.policy = Policy::kDual;
     options.tiers.budget_tokens = budget_tokens;
-    options.draft.kind = DraftKind::kSelf;
+    options.draft = guesses(DraftKind::kSelf, false);
     return options;
+  }
+  /// Wherever they can stand, so that the laws see them.
+  DraftOptions guesses(DraftKind kind, bool accept) const {
+    return {.kind = kind, .accept = accept, .even_if_all_selected = true, .model = draft_model_.get()};
   }
 
   static GenerationOptions generation_options(float temperature, std::uint32_t index, std::uint32_t tokens) {
@@ -102,6 +108,7 @@ class Dual : public TieredEngines, public testing::WithParamInterface<const char
 
   static void expect_all_given_back(const Engine& engine) {
     EXPECT_EQ(engine.near().bytes_in_use(), 0U);
+    EXPECT_EQ(engine.draft() == nullptr ? 0U : engine.draft()->near().bytes_in_use(), 0U);
     EXPECT_EQ(engine.tiers().far().pages_in_use(), 0U);
   }
 
@@ -128,6 +135,7 @@ class Dual : public TieredEngines, public testing::WithParamInterface<const char
   }
 
   std::unique_ptr<Model> model_;
+  std::unique_ptr<Model> draft_model_;  // of the same vocabulary, and else quite different
 };
 INSTANTIATE_TEST_SUITE_P(Models, Dual, testing::Values("llama", "gemma3"),
                          [](const auto& family) { return std::string(family.param); });
@@ -179,7 +187,7 @@ TEST_P(Dual, WritesTheTextOfAllNearForEveryDraftCorrectionAndAccept) {
           SCOPED_TRACE(fmt::format("temperature {}, draft {}, correction {}, accept {}", temperature,
                                    static_cast<int>(draft), static_cast<int>(correction.kind), accept));
           EngineOptions options = dual_options(3, kTierContext);
-          options.draft = {.kind = draft, .accept = accept};
+          options.draft = guesses(draft, accept);
           options.tiers.correction = correction;
           const auto dual = engine(*model_, options);
           expect_same_texts(write(*dual, temperature), expected);
@@ -193,7 +201,7 @@ TEST_P(Dual, WritesTheTextOfAllNearForEveryDraftCorrectionAndAccept) {
 TEST_P(Dual, WritesTheTextOfAllNearWhateverIsChosenByCost) {
   EngineOptions options = dual_options(3, kTierContext);
   options.tiers.policy = Policy::kAuto;
-  options.draft.kind = DraftKind::kNgram;
+  options.draft = guesses(DraftKind::kNgram, false);
   expect_same_texts(write(*engine(*model_, options), 0.8f), write(*engine(*model_, plain_options(3)), 0.8f));
 }
 
@@ -205,7 +213,7 @@ TEST_P(Dual, WritesTheTextOfAllNearFromEveryFarTierUnderAnyLatency) {
   for (std::uint64_t seed = 1; seed <= 20; ++seed) {
     SCOPED_TRACE(fmt::format("seed {}", seed));
     std::mt19937_64 random(seed);
-    options.draft = {.kind = kEveryDraft[random() % 3], .accept = random() % 2 == 0};
+    options.draft = guesses(kEveryDraft[random() % std::size(kEveryDraft)], random() % 2 == 0);
     options.tiers.correction = kEveryCorrection[random() % 3];
     options.tiers.near_tokens = 1 + static_cast<std::uint32_t>(random() % 400);
     options.block_tokens = 16U << random() % 3;
@@ -221,7 +229,7 @@ TEST_P(Dual, WritesTheTextOfAllNearFromEveryFarTierUnderAnyLatency) {
 TEST_P(Dual, WritesTheSameTextAloneAndInABatch) {
   for (const bool accept : {false, true}) {
     EngineOptions options = dual_options(3, 64);
-    options.draft = {.kind = DraftKind::kNgram, .accept = accept};
+    options.draft = guesses(DraftKind::kNgram, accept);
     options.tiers.correction = kEveryCorrection[1];
     const auto together = write(*engine(*model_, options), 0.8f);
     for (std::uint32_t i = 0; i < options.sequences; ++i) {
@@ -241,6 +249,146 @@ TEST_P(Dual, EveryGuessOfAPrimedChainIsRightWhereEverythingIsSelected) {
       EXPECT_EQ(text.draft.guesses, text.tokens.size() - 2);  // not the first token, nor behind the last
     }
   }
+}
+
+// As far as a draft model can be right: it is the same one, with full attention.
+TEST_P(Dual, AModelThatDraftsForItselfIsAlwaysRightWhereEverythingIsSelected) {
+  for (const bool accept : {false, true}) {
+    EngineOptions options = dual_options(2, kTierContext);
+    options.draft = guesses(DraftKind::kModel, accept);
+    options.draft.model = model_.get();
+    for (const Text& text : write(*engine(*model_, options), 0.8f)) {
+      EXPECT_EQ(text.draft.primings, 0U);
+      EXPECT_EQ(text.draft.right, text.draft.guesses);
+      EXPECT_EQ(text.draft.accepted, accept ? text.draft.guesses : 0);
+      EXPECT_GE(text.draft.guesses, text.tokens.size() / 2 - 1);
+    }
+  }
+}
+
+TEST_P(Dual, TheKvOfADraftModelIsPlannedAndNoMoreIsTaken) {
+  EngineOptions options = dual_options(3, 64);
+  options.draft = guesses(DraftKind::kModel, true);
+  const auto dual = engine(*model_, options);
+  EXPECT_EQ(dual->plan().draft_bytes, dual->draft()->near().bytes_capacity());
+  EXPECT_EQ(dual->plan().near_bytes(), dual->near().bytes_capacity());
+  write(*dual, 0.8f);
+  expect_all_given_back(*dual);
+}
+
+TEST_P(Dual, RefusesADraftModelOfAnotherVocabulary) {
+  const auto refusal = [&](const std::string& name, std::vector<std::string> texts) {
+    TinyModelOptions tiny{.layers = 1};
+    tiny.edit_keys = [&](gguf_context* gguf) {
+      std::vector<const char*> pointers;
+      for (const std::string& text : texts) pointers.push_back(text.c_str());
+      gguf_set_arr_str(gguf, "tokenizer.ggml.tokens", pointers.data(), pointers.size());
+      const std::vector<float> scores(texts.size(), 0.0f);
+      gguf_set_arr_data(gguf, "tokenizer.ggml.scores", GGUF_TYPE_FLOAT32, scores.data(), scores.size());
+      std::vector<std::int32_t> kinds(texts.size(), 6);  // bytes
+      std::fill_n(kinds.begin(), kTinyFirstByte, 3);     // control
+      std::fill(kinds.begin() + kTinyFirstByte + 256, kinds.end(), 1);
+      gguf_set_arr_data(gguf, "tokenizer.ggml.token_type", GGUF_TYPE_INT32, kinds.data(), kinds.size());
+    };
+    const auto rows = static_cast<std::int64_t>(texts.size());
+    tiny.shapes = {{"token_embd.weight", {tiny.embedding, rows}}, {"output.weight", {tiny.embedding, rows}}};
+    const auto other = load(tiny, name);
+    EngineOptions options = dual_options(1, 64);
+    options.draft = {.kind = DraftKind::kModel, .model = other.get()};
+    const auto refused = Engine::create(*model_, options);
+    return refused ? std::string() : refused.error().message;
+  };
+  std::vector<std::string> texts;
+  for (TokenId token = 0; token < static_cast<TokenId>(kTinyVocabulary); ++token) {
+    const bool byte = token >= kTinyFirstByte && token < kTinyFirstByte + 256;
+    texts.push_back(byte ? fmt::format("<0x{:02X}>", token - kTinyFirstByte)
+                         : model_->vocabulary().piece(token, true));
+  }
+  texts[3] = "<blank>";
+  EXPECT_THAT(refusal("renamed", texts), testing::AllOf(testing::HasSubstr("token 3 is \"<blank>\" in "),
+                                                        testing::HasSubstr("\"<pad>\" in ")));
+  texts.push_back("more");
+  EXPECT_THAT(refusal("larger", texts), testing::AllOf(testing::HasSubstr("has 262 tokens"),
+                                                       testing::HasSubstr("has 261; a draft model")));
+}
+
+// Both go on inside the last page of what they share, which the guesses' K and V come to lie in.
+TEST_P(Dual, GuessesOfASequenceLeaveThePagesItSharesUntouched) {
+  const auto prompt = random_tokens(203, 11);
+  ASSERT_NE(prompt.size() % small_options(1).block_tokens, 0U);
+  for (const std::uint32_t budget : {64U, kTierContext}) {
+    SCOPED_TRACE(fmt::format("budget {}", budget));
+    EngineOptions options = dual_options(3, budget);
+    options.tiers.correction = kEveryCorrection[1];  // each token attends to what its own query selects
+    const auto dual = engine(*model_, options);
+    const auto guessing = new_sequence(*dual);
+    ASSERT_TRUE(dual->prefill(*guessing, prompt));
+    auto together = dual->fork(*guessing, 203);
+    auto later = dual->fork(*guessing, 197);  // and one that cuts into the page
+    ASSERT_TRUE(together && later);
+    std::mt19937_64 random(13);
+    const auto own = random_tokens(60, 14);
+    const auto others = random_tokens(60, 15);
+    const std::vector<std::optional<TokenId>> none(own.size());
+    const Guessed own_alone = play_guesses(*engine(*model_, options), prompt, own, none);
+    const Guessed others_alone = play_guesses(*engine(*model_, options), prompt, others, none);
+    const Guessed later_alone =
+        play_guesses(*engine(*model_, options), std::span(prompt).first(197), others, none);
+    for (std::size_t i = 0; i < own.size(); ++i) {
+      const bool right = i + 1 < own.size() && random() % 2 == 0;
+      const TokenId guess = right ? own[i + 1] : static_cast<TokenId>(random() % kTinyVocabulary);
+      const std::array groups = {
+          StepGroup{.sequence = guessing.get(), .tokens = std::span(own).subspan(i, 1), .guess = guess},
+          StepGroup{.sequence = together->get(), .tokens = std::span(others).subspan(i, 1)}};
+      const auto logits = dual->step(groups);
+      ASSERT_TRUE(logits) << logits.error().message;
+      ASSERT_TRUE(same_bits(copy_row(*logits), own_alone.committed[i])) << "token " << i;
+      ASSERT_TRUE(same_bits(copy_row(*logits + 2 * kTinyVocabulary), others_alone.committed[i]))
+          << "token " << i;
+    }
+    for (std::size_t i = 0; i < others.size(); ++i) {
+      const StepGroup group{.sequence = later->get(), .tokens = std::span(others).subspan(i, 1)};
+      const auto logits = dual->step(std::span(&group, 1));
+      ASSERT_TRUE(logits) << logits.error().message;
+      ASSERT_TRUE(same_bits(copy_row(*logits), later_alone.committed[i])) << "token " << i;
+    }
+  }
+}
+
+TEST_P(Dual, NothingIsGuessedWhereEverythingIsSelectedUnlessItMayBeAccepted) {
+  for (const bool accept : {false, true}) {
+    EngineOptions options = dual_options(1, kTierContext);
+    options.draft = {.kind = DraftKind::kModel, .accept = accept, .model = model_.get()};
+    const auto dual = engine(*model_, options);
+    const Text text = write(*dual, 0.0f).front();
+    EXPECT_EQ(text.draft.primings, 0U);
+    EXPECT_EQ(text.draft.guesses > 0, accept);
+    EXPECT_EQ(dual->stats().rank_ns, 0U);
+  }
+}
+
+// From a prompt that the budget has room for to one that it has not.
+TEST_P(Dual, AChainBeginsWhereTheContextOutgrowsTheBudget) {
+  EngineOptions options = dual_options(1, 320);
+  options.draft = {.kind = DraftKind::kSelf};
+  const auto reactive_options = [&] {
+    EngineOptions same = options;
+    same.tiers.policy = Policy::kReactive;
+    same.draft = {};
+    return same;
+  };
+  options.tiers.correction = kEveryCorrection[1];
+  const auto expected = write_alone(*engine(*model_, reactive_options()), random_tokens(300, 1),
+                                    generation_options(0.8f, 0, 150));
+  const auto dual = engine(*model_, options);
+  Generator generator(*dual);
+  const auto generation = generator.start(random_tokens(300, 1), generation_options(0.8f, 0, 150));
+  ASSERT_TRUE(generation && generator.prefill(**generation));
+  Generation* one = generation->get();
+  while (one->running()) ASSERT_TRUE(generator.step(std::span(&one, 1)));
+  EXPECT_EQ(one->tokens(), expected);
+  EXPECT_GT(one->draft_stats().guesses, 20U);
+  EXPECT_LT(one->draft_stats().guesses, 100U);
 }
 
 TEST_P(Dual, ReadsAheadWhatAPerfectGuessWillNeed) {
@@ -293,9 +441,8 @@ TEST_P(Dual, GuessesUpToTheLastTokenOfTheContext) {
   const auto prompt = random_tokens(kTierContext - 40, 9);
   GenerationOptions generation_setup = generation_options(0.0f, 0, 1000);
   std::vector<std::vector<TokenId>> texts;
-  for (const DraftOptions draft : {DraftOptions{.kind = DraftKind::kNone, .accept = false},
-                                   DraftOptions{.kind = DraftKind::kSelf, .accept = false},
-                                   DraftOptions{.kind = DraftKind::kNgram, .accept = true}}) {
+  for (const DraftOptions& draft : {guesses(DraftKind::kNone, false), guesses(DraftKind::kSelf, false),
+                                    guesses(DraftKind::kNgram, true), guesses(DraftKind::kModel, true)}) {
     options.draft = draft;
     const auto dual = engine(*model_, options);
     texts.push_back(write_alone(*dual, prompt, generation_setup));
@@ -303,6 +450,7 @@ TEST_P(Dual, GuessesUpToTheLastTokenOfTheContext) {
   EXPECT_EQ(texts[0].size(), 40U);
   EXPECT_EQ(texts[1], texts[0]);
   EXPECT_EQ(texts[2], texts[0]);
+  EXPECT_EQ(texts[3], texts[0]);
 }
 
 TEST_P(Dual, RefusesAGuessBehindSeveralTokensOrBeyondTheContextAndCommitsNothing) {
@@ -316,7 +464,7 @@ TEST_P(Dual, RefusesAGuessBehindSeveralTokensOrBeyondTheContextAndCommitsNothing
     return logits ? std::string() : logits.error().message;
   };
   const std::span all(tokens);
-  EXPECT_THAT(refused(all.first(2), 5), testing::HasSubstr("at most one token, not 2"));
+  EXPECT_THAT(refused(all.first(2), 5), testing::HasSubstr("at most one token"));
   EXPECT_THAT(refused(all.first(1), 5), testing::HasSubstr("do not fit the context"));
   EXPECT_THAT(refused({}, static_cast<TokenId>(kTinyVocabulary)), testing::HasSubstr("vocabulary"));
   const TokenId bad = -1;

@@ -378,6 +378,43 @@ TEST_F(FaultyGenerations, EndAsErrorAloneWhenAStepFails) {
   }
 }
 
+// Of guesses, too: the read is one that a guess asked for, or one that the token behind it waits for.
+TEST_F(FaultyGenerations, WithAcceptedGuessesEndAtTheDeadlineOfAReadThatNeverEnds) {
+  for (const std::uint32_t resident : {0U, 3U}) {
+    SCOPED_TRACE(fmt::format("{} resident layers", resident));
+    EngineOptions options = small_options(kPrompts.size());
+    options.tiers.policy = Policy::kDual;
+    options.tiers.near_tokens = 96;
+    options.tiers.resident_layers = resident;
+    options.draft = {.kind = DraftKind::kModel, .accept = true, .model = model_.get()};
+    SimulatedPort* port = nullptr;
+    const auto tiered = simulated(*model_, options, {.seed = 3}, &port);
+    Generator generator(*tiered);
+    std::vector<std::unique_ptr<Generation>> generations;
+    for (std::size_t i = 0; i < kPrompts.size(); ++i) {
+      generations.push_back(start(generator, i));
+      ASSERT_TRUE(generator.prefill(*generations[i]));
+    }
+    Trap trap(*port, tiered->plan().geometry.page_bytes());
+    trap.arm(generations[kVictim]->sequence(), CopyKind::kRead, FaultKind::kLost);
+    const auto begun = port->now();
+    run(generator, generations);
+    ASSERT_TRUE(trap.sprung());
+    const auto deadline = options.tiers.transfers.deadline;
+    EXPECT_GE(port->now() - begun, deadline);
+    EXPECT_LT(port->now() - begun, deadline + deadline / 2) << "waited more than once";
+    EXPECT_EQ(generations[kVictim]->finish_reason(), FinishReason::kError);
+    EXPECT_THAT(generations[kVictim]->error().message, HasSubstr("a read does not end"));
+    for (std::size_t i = 0; i < kPrompts.size(); ++i) {
+      if (i == kVictim) continue;
+      SCOPED_TRACE(fmt::format("generation {}", i));
+      EXPECT_EQ(generations[i]->finish_reason(), FinishReason::kLength);
+      EXPECT_EQ(generations[i]->tokens(), tokens_alone(options, i));
+      EXPECT_GT(generations[i]->draft_stats().accepted, 0U);
+    }
+  }
+}
+
 TEST_F(FaultyGenerations, EndAsErrorAloneWhenAWriteFailsBetweenSteps) {
   const EngineOptions options = small_options(2);
   SimulatedPort* port = nullptr;

@@ -20,6 +20,7 @@ int main(int argc, char** argv) {
   std::string path;
   TinyModelOptions options;
   std::vector<std::string> dropped;
+  std::vector<std::string> scripts;
   app.add_option("out", path, "File to write")->required();
   app.add_option("--arch", options.architecture, "Architecture")
       ->check(CLI::IsMember({"llama", "qwen2", "qwen3", "gemma3"}));
@@ -32,10 +33,16 @@ int main(int argc, char** argv) {
       ->transform(CLI::CheckedTransformer(scalings));
   app.add_option("--type", options.type, "Type of the matrices")->transform(CLI::CheckedTransformer(types));
   app.add_option("--seed", options.seed, "Seed of the weights");
+  app.add_option("--script", scripts, "Text that the model says by heart, its bytes in hex; may be repeated");
   app.add_flag("--tied", options.tied_output, "The output matrix is the embedding table");
   app.add_option("--drop-key", dropped, "Metadata key to leave out; may be repeated");
   CLI11_PARSE(app, argc, argv);
 
+  for (const std::string& hex : scripts) {
+    std::string& script = options.scripts.emplace_back();
+    for (std::size_t i = 0; i + 1 < hex.size(); i += 2)
+      script.push_back(static_cast<char>(std::stoi(hex.substr(i, 2), nullptr, 16)));
+  }
   options.edit_keys = [&](gguf_context* gguf) {
     for (const std::string& key : dropped) gguf_remove_key(gguf, key.c_str());
   };

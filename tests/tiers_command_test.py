@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from conftest import PROGRAM, dualdecoder
+from conftest import PROGRAM, dualdecoder, make_tiny
 
 LONG_PROMPT = " ".join(f"word{i}" for i in range(90))  # some 600 tokens of the tiny model
 
@@ -45,9 +45,38 @@ def test_guesses_change_no_token_when_every_block_is_selected_and_are_counted(ru
         assert result.code == 0, result.stderr
         assert report["generated_tokens"] == near["generated_tokens"], more
     result, report = run("--far", "host", "--budget", 4096, *options, "--policy", "dual", prompt=LONG_PROMPT)
-    draft = report["draft"]
-    assert draft == {"guesses": 22, "right": 22, "primings": 1, "accepted": 0}
-    assert "guesses 22 of 22 right" in result.errors[-1]
+    assert report["draft"] == {"guesses": 0, "right": 0, "primings": 0, "accepted": 0}, "nothing is left to predict"
+    assert "guesses" not in result.errors[-1]
+
+
+def test_guesses_beside_a_corrected_selection_change_no_token_and_are_counted(run):
+    options = ["-n", 24, "--temp", 0, "--ignore-eos", "-b", 64, "--batch-invariant", "--far", "host", "--budget", 128]
+    _, reactive = run(*options, "--policy", "reactive", prompt=LONG_PROMPT)
+    result, dual = run(*options, "--policy", "dual", "--correct", "miss", prompt=LONG_PROMPT)
+    assert result.code == 0, result.stderr
+    assert dual["generated_tokens"] == reactive["generated_tokens"]
+    draft = dual["draft"]
+    assert 0 < draft["right"] <= draft["guesses"] <= 22 and draft["primings"] > 0
+    assert f"guesses {draft['right']} of {draft['guesses']} right" in result.errors[-1]
+
+
+def test_a_draft_model_changes_no_token_and_stands_in_the_plan(run, tiny, tmp_path):
+    draft = make_tiny(tmp_path / "draft.gguf", "--layers", "1", "--seed", "5")
+    options = ["-n", 24, "--temp", 0, "--ignore-eos", "-b", 64, "--batch-invariant", "--far", "host", "--budget", 4096]
+    _, alone = run(*options, prompt=LONG_PROMPT)
+    result, report = run(*options, "--draft", f"model:{draft}", "--accept", prompt=LONG_PROMPT)
+    assert result.code == 0, result.stderr
+    assert report["generated_tokens"] == alone["generated_tokens"]
+    assert report["draft"]["guesses"] > 0 and "draft: weights" in result.stderr
+    plan = ["plan", "-m", tiny, "-c", 1024, "--far", "host", "--no-measure"]
+    with_draft = json.loads(dualdecoder(*plan, "-o", "json", "--draft", f"model:{draft}").stdout)
+    without = json.loads(dualdecoder(*plan, "-o", "json").stdout)
+    assert with_draft["draft_kv_bytes"] > 0 and with_draft["draft_weights_bytes"] == report["draft_weights_bytes"] > 0
+    assert with_draft["near_kv_bytes"] == without["near_kv_bytes"]
+    assert with_draft["resident_bytes"] > without["resident_bytes"] + with_draft["draft_kv_bytes"]
+    assert "draft model: KV" in dualdecoder(*plan, "--draft", f"model:{draft}").stdout
+    refused, _ = run(*options, "--draft", f"model:{tmp_path}/missing.gguf")
+    assert refused.code == 1 and "missing.gguf" in refused.stderr
 
 
 def test_a_trace_holds_every_pass_of_every_layer_and_the_reads_of_decoding(run, tmp_path):
@@ -85,8 +114,9 @@ def test_the_closing_line_names_both_tiers_and_the_file_goes_with_the_process(ru
         (["--far", "host", "--budget", "0"], ["--budget 0"]),
         (["--far", "host", "--residency", "most"], ["--residency most", "auto, all, none"]),
         (["--far", "host", "--correct", "cosine:2"], ["--correct cosine:2", "cosine:T"]),
-        (["--far", "host", "--draft", "oracle"], ["--draft oracle", "self, ngram, keep"]),
+        (["--far", "host", "--draft", "oracle"], ["--draft oracle", "self, ngram, keep, model:FILE"]),
         (["--far", "host", "--accept"], ["--accept", "--draft ngram"]),
+        (["--far", "host", "--policy", "auto", "--draft", "model:x.gguf"], ["--draft model", "n-grams"]),
     ],
 )
 def test_choices_that_make_no_sense_are_refused_with_exit_code_2(run, arguments, parts):

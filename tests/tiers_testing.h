@@ -59,9 +59,10 @@ inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) 
 
 class TieredEngines : public testing::Test {
  protected:
-  std::unique_ptr<Model> load(const TinyModelOptions& options) const {
+  /// `name`: of its file; each model that lives has one of its own.
+  std::unique_ptr<Model> load(const TinyModelOptions& options, const std::string& name = "model") const {
     quiet_library_logs();
-    const std::string path = directory_.file(options.architecture + ".gguf");
+    const std::string path = directory_.file(name + ".gguf");
     const Status written = write_tiny_model(path, options);
     DD_CHECK(written, "{}", written.error().message);
     auto model = Model::load(path, [](std::size_t, std::size_t) {});

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <memory>
 #include <numbers>
+#include <optional>
 #include <random>
 
 #include <ggml-cpp.h>
@@ -16,6 +17,7 @@ namespace {
 
 constexpr std::uint32_t kScalingOriginalContext = 1024;
 constexpr float kScalingFactor = 4.0f;
+constexpr std::uint32_t kEndOfText = 2;
 constexpr char kChatTemplate[] =
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + "
     "'<|im_end|>' + "
@@ -33,6 +35,7 @@ class TinyModelWriter {
         random_(options.seed) {}
 
   Status write(const std::string& path) {
+    learn_scripts();
     set_shape_keys();
     set_rotary_keys();
     set_tokenizer_keys();
@@ -51,6 +54,35 @@ class TinyModelWriter {
   void set(const std::string& name, float value) { gguf_set_val_f32(gguf_.get(), name.c_str(), value); }
   void set(const std::string& name, const char* value) { gguf_set_val_str(gguf_.get(), name.c_str(), value); }
   void set_bool(const std::string& name, bool value) { gguf_set_val_bool(gguf_.get(), name.c_str(), value); }
+
+  // successor_[t] is the likeliest token after t.
+  void learn_scripts() {
+    if (options_.scripts.empty()) return;
+    for (std::uint32_t token = 0; token < kTinyVocabulary; ++token) successor_.push_back(token);
+    std::vector<bool> used(kTinyVocabulary);
+    for (const std::string& script : options_.scripts) {
+      std::optional<std::uint32_t> last;
+      for (const char byte : script) {
+        std::uint32_t token = kTinyFirstByte + static_cast<unsigned char>(byte);
+        if (used[token]) {
+          DD_CHECK(last && static_cast<signed char>(byte) >= 0 &&
+                       std::find(second_tokens_.begin(), second_tokens_.end(), byte) == second_tokens_.end(),
+                   "byte {}", static_cast<int>(byte));
+          second_tokens_.push_back(byte);
+          token = static_cast<std::uint32_t>(successor_.size());
+          successor_.push_back(token);
+        } else {
+          used[token] = true;
+        }
+        if (last) successor_[*last] = token;
+        last = token;
+      }
+      if (last) successor_[*last] = kEndOfText;
+    }
+  }
+
+  // What a layer adds to the residual; with a script, nothing.
+  float mixing(float gain) const { return successor_.empty() ? gain : 0.0f; }
 
   void set_shape_keys() {
     set("general.architecture", name_.c_str());
@@ -94,6 +126,10 @@ class TinyModelWriter {
     texts.emplace_back("\xe2\x96\x81");  // U+2581, which stands for a space
     kinds.push_back(kNormal);
     DD_CHECK(texts.size() == kTinyVocabulary);
+    for (const char byte : second_tokens_) {
+      texts.emplace_back(1, byte);
+      kinds.push_back(kNormal);
+    }
     const std::vector<float> scores(texts.size(), 0.0f);
     std::vector<const char*> pointers;
     for (const std::string& text : texts) pointers.push_back(text.c_str());
@@ -106,7 +142,7 @@ class TinyModelWriter {
     gguf_set_arr_data(gguf, "tokenizer.ggml.token_type", GGUF_TYPE_INT32, kinds.data(), kinds.size());
     set("tokenizer.ggml.unknown_token_id", 0U);
     set("tokenizer.ggml.bos_token_id", 1U);
-    set("tokenizer.ggml.eos_token_id", 2U);
+    set("tokenizer.ggml.eos_token_id", kEndOfText);
     set("tokenizer.ggml.padding_token_id", 3U);
     set_bool("tokenizer.ggml.add_bos_token", true);
     set_bool("tokenizer.ggml.add_eos_token", false);
@@ -123,9 +159,16 @@ class TinyModelWriter {
     // sqrt(width).
     const float spread = 3.0f / std::sqrt(static_cast<float>(width));
     const bool tied = options_.tied_output;
-    add("token_embd.weight", {width, kTinyVocabulary}, 0.0f, gemma3_ ? spread / 3.0f : tied ? spread : 1.0f);
-    add_vector("output_norm.weight", width, gemma3_ && tied ? 3.0f : 1.0f, 0.1f);
-    if (!tied) add("output.weight", {width, kTinyVocabulary}, 0.0f, spread);
+    if (successor_.empty()) {
+      add("token_embd.weight", {width, kTinyVocabulary}, 0.0f,
+          gemma3_ ? spread / 3.0f
+          : tied  ? spread
+                  : 1.0f);
+      add_vector("output_norm.weight", width, gemma3_ && tied ? 3.0f : 1.0f, 0.1f);
+      if (!tied) add("output.weight", {width, kTinyVocabulary}, 0.0f, spread);
+    } else {
+      add_script_tensors();
+    }
     if (options_.scaling == TinyScaling::kLlama3) add_llama3_factors();
     for (std::uint32_t i = 0; i < options_.layers; ++i) {
       const std::string layer = fmt::format("blk.{}.", i);
@@ -142,14 +185,34 @@ class TinyModelWriter {
         add_vector(layer + "attn_q_norm.weight", options_.head_dim, 1.4f, 0.1f);
         add_vector(layer + "attn_k_norm.weight", options_.head_dim, 1.4f, 0.1f);
       }
-      add_matrix(layer + "attn_output.weight", query, width, 1.5f);
+      add_matrix(layer + "attn_output.weight", query, width, mixing(1.5f));
       if (gemma3_) add_vector(layer + "post_attention_norm.weight", width, 1.0f, 0.1f);
       add_vector(layer + "ffn_norm.weight", width, 1.0f, 0.1f);
       add_matrix(layer + "ffn_gate.weight", width, inner, 1.5f);
       add_matrix(layer + "ffn_up.weight", width, inner, 1.5f);
-      add_matrix(layer + "ffn_down.weight", inner, width, 2.0f);
+      add_matrix(layer + "ffn_down.weight", inner, width, mixing(2.0f));
       if (gemma3_) add_vector(layer + "post_ffw_norm.weight", width, 1.0f, 0.1f);
     }
+  }
+
+  // Nothing is added to a token's embedding on its way to the output matrix, where the row of its successor
+  // is that embedding: a logit of about 20, and those of the others spread by an eighth of it.
+  void add_script_tensors() {
+    const std::size_t width = options_.embedding;
+    std::vector<float> embeddings(width * successor_.size());
+    std::normal_distribution<float> distribution;
+    for (float& value : embeddings) value = distribution(random_);
+    std::vector<float> outputs(embeddings.size());
+    for (std::size_t token = 0; token < successor_.size(); ++token) {
+      for (std::size_t i = 0; i < width; ++i)
+        outputs[successor_[token] * width + i] +=
+            20.0f / static_cast<float>(width) * embeddings[token * width + i];
+    }
+    const std::vector<std::int64_t> shape = {options_.embedding,
+                                             static_cast<std::int64_t>(successor_.size())};
+    add_data("token_embd.weight", shape, options_.type, std::move(embeddings));
+    add_vector("output_norm.weight", options_.embedding, 1.0f, 0.0f);
+    add_data("output.weight", shape, options_.type, std::move(outputs));
   }
 
   // Factor 8, low and high frequency factors 1 and 4 (Grattafiori et al. 2024, as released).
@@ -176,9 +239,11 @@ class TinyModelWriter {
   void add(const std::string& name, std::vector<std::int64_t> shape, float mean, float deviation) {
     std::size_t elements = 1;
     for (const std::int64_t extent : shape) elements *= static_cast<std::size_t>(extent);
-    std::vector<float> values(elements);
-    std::normal_distribution<float> distribution(mean, deviation);
-    for (float& value : values) value = distribution(random_);
+    std::vector<float> values(elements, mean);
+    if (deviation > 0.0f) {
+      std::normal_distribution<float> distribution(mean, deviation);
+      for (float& value : values) value = distribution(random_);
+    }
     const ggml_type type = shape.size() > 1 ? options_.type : GGML_TYPE_F32;
     add_data(name, std::move(shape), type, std::move(values));
   }
@@ -211,6 +276,8 @@ class TinyModelWriter {
   gguf_context_ptr gguf_;
   std::vector<ggml_context_ptr> contexts_;  // one a tensor
   std::mt19937_64 random_;
+  std::vector<std::uint32_t> successor_;  // [vocabulary]; empty without scripts
+  std::string second_tokens_;             // bytes that have a second token, after kTinyVocabulary
 };
 
 }  // namespace

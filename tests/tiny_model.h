@@ -3,7 +3,8 @@
 // Weights are scaled so that attention is neither flat nor one-hot and the likeliest token changes from
 // position to position.
 //
-// The vocabulary (SentencePiece): <unk>, <s>, </s>, <pad>, the 256 bytes, and the space mark.
+// The vocabulary (SentencePiece): <unk>, <s>, </s>, <pad>, the 256 bytes, the space mark, and what scripts
+// add.
 #pragma once
 
 #include <cstdint>
@@ -36,6 +37,12 @@ struct TinyModelOptions {
   bool tied_output = false;          // the output matrix is the embedding table
   ggml_type type = GGML_TYPE_F32;    // of the matrices
   std::uint64_t seed = 1;
+  /// Texts that the model says by heart, which makes the likeliest token a function of the current one alone:
+  /// a prompt that ends with the first byte of a script is continued with the rest of it and the end of text,
+  /// and every other token repeats itself. A byte that occurs again, in one script or in several, gets a
+  /// second token of its own, so that it can be followed by something else; a third time there is none left,
+  /// and such a byte must be ASCII. llama only.
+  std::vector<std::string> scripts = {};
 
   // Damage.
   std::string architecture_name = {};                 // written instead of `architecture`, if not empty
@@ -45,8 +52,8 @@ struct TinyModelOptions {
   std::map<std::string, ggml_type> types = {};
 };
 
-inline constexpr std::uint32_t kTinyVocabulary = 261;
-inline constexpr std::int32_t kTinyFirstByte = 4;  // the token of byte b is kTinyFirstByte + b
+inline constexpr std::uint32_t kTinyVocabulary = 261;  // without scripts
+inline constexpr std::int32_t kTinyFirstByte = 4;      // the token of byte b is kTinyFirstByte + b
 
 Status write_tiny_model(const std::string& path, const TinyModelOptions& options);
 

@@ -77,7 +77,8 @@ def label(row):
     if row["engine"] == "libllama":
         return "libllama, all KV in RAM"
     where = row["far"].split(":")[0]
-    return row["policy"] if where == "none" else f"{row['policy']}, far {where}"
+    attends = ", resident" if row.get("attend") == "resident" else ""
+    return row["policy"] if where == "none" else f"{row['policy']}{attends}, far {where}"
 
 
 def decode_rows(sources):

@@ -36,6 +36,7 @@ struct BenchOptions {
   TierChoices tiers;
   std::vector<std::string> far = {"none"};
   std::vector<std::string> policies = {"previous"};
+  std::vector<std::string> attend = {TierChoices{}.attend};
   std::string fill = "prompt";
   std::string file;
   std::vector<std::uint32_t> prefill = {512};
@@ -49,6 +50,14 @@ struct BenchOptions {
   bool canonical = false;  // nothing was said about what to measure
   std::string output = "md";
 };
+
+/// Time of `a` by that of `b`, over the repetitions that both have been through.
+std::optional<double> median_ratio(const BenchRow& a, const BenchRow& b) {
+  std::vector<double> ratios;
+  for (std::size_t r = 0; r < a.seconds.size() && r < b.seconds.size(); ++r)
+    ratios.push_back(a.seconds[r] / b.seconds[r]);
+  return ratios.empty() ? std::nullopt : std::optional(median(ratios));
+}
 
 /// What is put in: a text, repeated as often as needed (in the canonical workload one that is made up), or
 /// tokens that stand for one, seeded and uniform over the vocabulary, as llama-bench has them.
@@ -128,6 +137,7 @@ class Bench {
         choices.far = far;
         choices.policy = policy;
         if (Status status = choose_tiers(choices, engine); !status) return status;
+        if (Status status = load_draft(engine, draft_model_); !status) return status;
         engine.outputs_max = 2 * sequences;  // as many for all, whether they guess or not
         std::shared_ptr<OurEngine> ours = shares_engine(engine.tiers.policy) ? shared : nullptr;
         if (ours == nullptr) {
@@ -140,7 +150,11 @@ class Bench {
           ours = *made;
           if (shares_engine(engine.tiers.policy)) shared = ours;
         }
-        contenders_.push_back(make_our_contender(ours, engine, far));
+        for (const std::string& attend : options_.attend) {
+          engine.tiers.attend_resident = attend == "resident";
+          contenders_.push_back(make_our_contender(ours, engine, far));
+          if (far == "none") break;
+        }
       }
     }
     if (options_.peer == "none") return {};
@@ -217,6 +231,7 @@ class Bench {
       if (!divergence) return std::unexpected(divergence.error());
       for (BenchRow& row : rows_) {
         const bool same = row.far == contenders_[i]->far() && row.policy == contenders_[i]->policy() &&
+                          row.attends_resident == contenders_[i]->attends_resident() &&
                           row.engine == contenders_[i]->engine();
         if (same && row.depth == depth && row.sequences == sequences && row.weight_bytes > 0)
           row.divergence = *divergence;
@@ -286,11 +301,16 @@ class Bench {
         line.update((repeat + 1.0) / options_.repeats,
                     fmt::format("{:.1f} tokens/s", rows[0].tokens_per_s()));
     }
-    for (std::size_t i = 0; options_.peer != "none" && i + 1 < rows.size(); ++i) {
-      std::vector<double> ratios;
-      for (std::size_t r = 0; r < rows[i].seconds.size() && r < rows.back().seconds.size(); ++r)
-        ratios.push_back(rows.back().seconds[r] / rows[i].seconds[r]);
-      if (!ratios.empty()) rows[i].speedup = median(ratios);
+    line.clear();
+    for (const auto& contender : contenders_) {
+      if (!contender->choice().empty())
+        fmt::print(stderr, "{} x {}, {}, auto: {}\n", test.test, test.sequences, contender->far(),
+                   contender->choice());
+    }
+    const bool peer = options_.peer != "none";
+    for (std::size_t i = 0; i + (peer ? 1 : 0) < rows.size(); ++i) {
+      if (peer) rows[i].speedup = median_ratio(rows.back(), rows[i]);
+      if (i > 0) rows[i].vs_first = median_ratio(rows.front(), rows[i]);
     }
     std::erase_if(rows, [](const BenchRow& row) { return row.seconds.empty(); });
     rows_.insert(rows_.end(), rows.begin(), rows.end());
@@ -309,6 +329,7 @@ class Bench {
     row.engine = contender.engine();
     row.far = contender.far();
     row.policy = contender.policy();
+    row.attends_resident = contender.attends_resident();
     row.near_kv_bytes = contender.near_kv_bytes();
     row.far_kv_bytes = contender.far_kv_bytes();
     row.token_hash = contender.token_hash();
@@ -321,6 +342,7 @@ class Bench {
   const Model& model_;
   EngineOptions engine_options_;
   TokenSource source_;
+  std::unique_ptr<Model> draft_model_;  // of all engines
   std::vector<std::unique_ptr<Contender>> contenders_;
   std::vector<std::string> directories_;  // that were made here
   std::vector<BenchRow> rows_;
@@ -453,6 +475,14 @@ void add_bench_command(CLI::App& app, int& exit_code) {
   command->add_option("--policy", options->policies, "Policies to measure with each far tier")
       ->delimiter(',')
       ->capture_default_str()
+      ->type_name("NAME,...");
+  command->remove_option(command->get_option("--attend"));  // a list here
+  command
+      ->add_option("--attend", options->attend,
+                   "What each policy attends to beside the window: selected, resident")
+      ->delimiter(',')
+      ->capture_default_str()
+      ->check(CLI::IsMember({"selected", "resident"}))
       ->type_name("NAME,...");
   command
       ->add_option(

@@ -25,6 +25,7 @@ double near_in_time(const BenchRow& row) {
 
 void add_tiers(const BenchRow& row, const BenchSetting& setting, Json& json) {
   const TierTotals& tiers = row.tiers;
+  json["attend"] = row.attends_resident ? "resident" : "selected";
   json["budget"] = setting.budget;
   json["block_tokens"] = setting.block_tokens;
   json["stall_share"] = tiers.stall_s / row.total_seconds();
@@ -64,6 +65,7 @@ Json json_of(const BenchRow& row, const BenchSetting& setting) {
                {"fill", setting.fill}};
   if (row.tiered()) add_tiers(row, setting, json);
   if (row.speedup) json["speedup"] = *row.speedup;
+  if (row.vs_first) json["vs_first"] = *row.vs_first;
   json["far_kv_bytes"] = row.far_kv_bytes;
   json["model"] = setting.model;
   json["text"] = setting.text;
@@ -123,6 +125,11 @@ std::string csv_of(const Json& list) {
   return text;
 }
 
+/// The policy, and what it attends to where that is more than it selected.
+std::string policy_text(const BenchRow& row) {
+  return row.policy + (row.attends_resident ? ", resident" : "");
+}
+
 std::string percent(double share) { return fmt::format("{:.0f} %", share * 100.0); }
 
 /// The fastest of our rows with a far tier against libllama's row of the same test; nothing if there is none.
@@ -133,8 +140,9 @@ std::string headline(const std::vector<BenchRow>& rows) {
     if (best == nullptr || row.tokens_per_s() > best->tokens_per_s()) best = &row;
   }
   if (best == nullptr) return "";
-  std::string text = fmt::format("**{:.0f} tokens/s**: {} x {} tokens, KV in {}, policy {}",
-                                 best->tokens_per_s(), best->sequences, best->depth, best->far, best->policy);
+  std::string text =
+      fmt::format("**{:.0f} tokens/s**: {} x {} tokens, KV in {}, policy {}", best->tokens_per_s(),
+                  best->sequences, best->depth, best->far, policy_text(*best));
   if (best->speedup) text += fmt::format("; **{:.1f} times libllama**, all KV in RAM", *best->speedup);
   if (best->divergence) {
     text += fmt::format("; mean KL to full attention {:.4f} over {} positions", best->divergence->kl_mean,
@@ -182,8 +190,8 @@ std::string markdown_of(const std::vector<BenchRow>& rows, const BenchSetting& s
       "| test | sequences | engine | far | policy | tokens/s | ms/step | spread | mean KL | near KV MiB | "
       "memory GB/s | far MiB/token | far GB/s | stall | ranking | missed / late / wasted blocks/step | "
       "recall | "
-      "guesses right | vs libllama | token hash |\n"
-      "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n";
+      "guesses right | vs first | vs libllama | token hash |\n"
+      "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n";
   for (const BenchRow& row : rows) {
     std::string memory;
     if (row.weight_bytes > 0) {
@@ -193,10 +201,12 @@ std::string markdown_of(const std::vector<BenchRow>& rows, const BenchSetting& s
             fmt::format(" ({})", percent(row.memory_bytes_per_s() / setting.roofline->memory_bytes_per_s));
     }
     fmt::format_to(
-        out, "| {} | {} | {} | {} | {} | {:.1f} | {:.2f} | ±{:.0f} % | {} | {:.1f} | {} | {} | {} | {} |\n",
-        row.test, row.sequences, row.engine, row.far, row.policy, row.tokens_per_s(), row.ms_per_step(),
+        out,
+        "| {} | {} | {} | {} | {} | {:.1f} | {:.2f} | ±{:.0f} % | {} | {:.1f} | {} | {} | {} | {} | {} |\n",
+        row.test, row.sequences, row.engine, row.far, policy_text(row), row.tokens_per_s(), row.ms_per_step(),
         row.spread() * 100.0, row.divergence ? fmt::format("{:.4f}", row.divergence->kl_mean) : "",
         static_cast<double>(row.near_kv_bytes) / 1048576.0, memory, tiers_text(row, setting),
+        row.vs_first ? fmt::format("{:.3f}x", *row.vs_first) : "",
         row.speedup ? fmt::format("{:.2f}x", *row.speedup) : "",
         row.weight_bytes > 0 ? fmt::format("{:016x}", row.token_hash) : "");
   }

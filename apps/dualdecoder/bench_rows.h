@@ -16,6 +16,7 @@ struct BenchRow {
   std::string engine = {};
   std::string far = {};
   std::string policy = {};
+  bool attends_resident = false;
   std::string test = {};
   std::uint32_t depth = 0;
   std::uint32_t sequences = 1;
@@ -23,11 +24,12 @@ struct BenchRow {
   std::uint32_t tokens_per_step = 1;
   std::uint64_t near_kv_bytes = 0;
   std::uint64_t far_kv_bytes = 0;
-  std::uint64_t weight_bytes = 0;      // read by a step; 0 for a prefill
-  std::uint64_t token_hash = 0;        // of the last repetition's tokens, all sequences
-  TierTotals tiers = {};               // over all repetitions
-  std::vector<double> seconds = {};    // one per repetition
-  std::optional<double> speedup = {};  // over the peer, median of pairs
+  std::uint64_t weight_bytes = 0;       // read by a step; 0 for a prefill
+  std::uint64_t token_hash = 0;         // of the last repetition's tokens, all sequences
+  TierTotals tiers = {};                // over all repetitions
+  std::vector<double> seconds = {};     // one per repetition
+  std::optional<double> speedup = {};   // over the peer, median of pairs
+  std::optional<double> vs_first = {};  // over the first engine of the list, the same
   std::optional<Divergence> divergence = {};
 
   double tokens_per_s() const;

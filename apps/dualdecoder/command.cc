@@ -70,11 +70,13 @@ void add_tier_options(CLI::App& command, TierChoices& choices, bool one_engine) 
       ->check(CLI::IsMember({"selected", "resident"}));
   text("--draft", choices.draft,
        "Where a guess of the next token comes from after a wrong one: self (an extra pass), ngram (the text "
-       "before), keep (the row behind the wrong one), none; auto: self with the policy dual, ngram with auto",
+       "before), keep (the row behind the wrong one), model:FILE (a smaller model of the same vocabulary), "
+       "none; "
+       "auto: self with the policy dual, ngram with auto",
        "NAME");
   command
       .add_flag("--accept", choices.accept,
-                "Commit a right guess and the token behind it in one step (with --draft ngram)")
+                "Commit a right guess and the token behind it in one step (with --draft ngram or model:FILE)")
       ->group(group);
   text("--far-size", choices.far_size, "Most that the far tier may take, e.g. 20GiB; 0: what is needed",
        "SIZE");
@@ -179,10 +181,13 @@ Status choose_tiers(const TierChoices& choices, EngineOptions& options) {
   const std::string own_draft = tiers.policy == Policy::kDual   ? "self"
                                 : tiers.policy == Policy::kAuto ? "ngram"
                                                                 : "none";
-  const auto draft = parse_draft(choices.draft == "auto" ? own_draft : choices.draft);
+  auto draft = parse_draft(choices.draft == "auto" ? own_draft : choices.draft);
   if (!draft) return std::unexpected(draft.error());
-  if (choices.accept && *draft == DraftKind::kNone)
+  if (choices.accept && draft->kind == DraftKind::kNone)
     return fail(ErrorCode::kInvalidArgument, "--accept: there is nothing to accept; add --draft ngram");
+  if (tiers.policy == Policy::kAuto && draft->kind == DraftKind::kModel)
+    return fail(ErrorCode::kInvalidArgument, "--draft model: --policy auto takes its guesses from n-grams");
+  draft->accept = choices.accept;
   for (const auto& [name, text, value] :
        {std::tuple("--far-size", &choices.far_size, &tiers.far_bytes_max),
         std::tuple("--near-memory", &choices.near_memory, &tiers.near_bytes_max)}) {
@@ -205,14 +210,31 @@ Status choose_tiers(const TierChoices& choices, EngineOptions& options) {
                                                   : DigestKind::kPrincipal;
   tiers.digests.type = choices.digest_type == "int8" ? DigestType::kInt8 : DigestType::kF16;
   options.tiers = std::move(tiers);
-  options.draft = {.kind = *draft, .accept = choices.accept};
+  options.draft = std::move(*draft);
+  return {};
+}
+
+Status load_draft(EngineOptions& options, std::unique_ptr<Model>& draft) {
+  if (options.draft.kind != DraftKind::kModel) return {};
+  if (draft == nullptr) {
+    ModelOptions own;
+    own.model = options.draft.model_path;
+    auto loaded = load_model(own);
+    if (!loaded) return std::unexpected(loaded.error());
+    draft = std::move(*loaded);
+  }
+  options.draft.model = draft.get();
   return {};
 }
 
 void print_short_plan(const Engine& engine) {
   const MemoryPlan& plan = engine.plan();
-  if (!plan.tiered()) return;
   const auto bytes = [](std::uint64_t count) { return format_bytes(static_cast<double>(count)); };
+  if (engine.draft() != nullptr) {
+    fmt::print(stderr, "draft: weights {}, KV {}, all near\n",
+               bytes(engine.draft()->model().weights().bytes()), bytes(plan.draft_bytes));
+  }
+  if (!plan.tiered()) return;
   fmt::print(stderr, "plan: near KV {} (window {}, selected {}, staging {}) | far KV {} in {} | digests {}\n",
              bytes(plan.near_bytes()), bytes(plan.near_window_bytes), bytes(plan.near_selected_bytes),
              bytes(plan.near_staging_bytes), bytes(plan.far_bytes), engine.tiers().far_description(),
@@ -221,6 +243,9 @@ void print_short_plan(const Engine& engine) {
 
 bool interrupted() { return interrupt_seen; }
 
-void catch_interrupts() { std::signal(SIGINT, on_interrupt); }
+void catch_interrupts() {
+  std::signal(SIGINT, on_interrupt);
+  std::signal(SIGTERM, on_interrupt);
+}
 
 }  // namespace dualdecoder

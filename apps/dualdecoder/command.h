@@ -62,6 +62,7 @@ void add_run_command(CLI::App& app, int& exit_code);
 void add_bench_command(CLI::App& app, int& exit_code);
 void add_eval_command(CLI::App& app, int& exit_code);
 void add_plan_command(CLI::App& app, int& exit_code);
+void add_serve_command(CLI::App& app, int& exit_code);
 
 /// "dualdecoder: <message>" on stderr; returns the exit code that fits: 2 for input that can never work, 1
 /// otherwise.
@@ -74,10 +75,12 @@ Result<EngineOptions> engine_options(const ModelOptions& options, const Model& m
 
 /// Sets what concerns tiers and guesses.
 Status choose_tiers(const TierChoices& choices, EngineOptions& options);
+/// Loads the model that --draft model:FILE names into `draft`, unless it is there, and gives it to `options`.
+Status load_draft(EngineOptions& options, std::unique_ptr<Model>& draft);
 /// The plan in one line, on stderr; nothing when all KV stays near.
 void print_short_plan(const Engine& engine);
 
-/// Set by the first Ctrl-C; a second one ends the process at once.
+/// Set by the first Ctrl-C or SIGTERM; a second one ends the process at once.
 bool interrupted();
 void catch_interrupts();
 

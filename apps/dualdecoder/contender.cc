@@ -30,12 +30,14 @@ class Ours final : public Contender {
         engine_(ours_->engine.get()),
         sequences_(ours_->sequences),
         policy_(options.tiers.policy),
+        attend_resident_(options.tiers.attend_resident),
         draft_(options.draft),
         far_(std::move(far)) {}
 
   std::string engine() const override { return "dualdecoder"; }
   std::string far() const override { return far_; }
   std::string policy() const override { return engine_->plan().tiered() ? policy_name(policy_) : "dense"; }
+  bool attends_resident() const override { return engine_->plan().tiered() && attend_resident_; }
   bool content_matters() const override { return true; }
   std::uint32_t depth(std::uint32_t sequence) const override { return sequences_[sequence]->tokens(); }
   Status append(std::uint32_t sequence, std::span<const TokenId> tokens) override {
@@ -55,7 +57,7 @@ class Ours final : public Contender {
     std::vector<Decoding> all;
     for (std::size_t i = 0; i < first.size(); ++i) {
       all.push_back({.sequence = sequences_[i].get(),
-                     .draft = Draft(*engine_, draft_),
+                     .draft = Draft(*engine_, draft_, follower(i)),
                      .newest = first[i],
                      .left = tokens,
                      .number = i});
@@ -92,7 +94,7 @@ class Ours final : public Contender {
       if (Status status = engine_->set_selection(Policy::kFull, 1); !status)
         return std::unexpected(status.error());
       const auto done =
-          decode_forced(*engine_, sequence, DraftKind::kNone, tokens, [&](std::size_t, LogProbabilities row) {
+          decode_forced(*engine_, sequence, {}, {}, tokens, [&](std::size_t, LogProbabilities row) {
             ours_->reference.push_back(std::move(row));
             return !interrupted();
           });
@@ -104,14 +106,16 @@ class Ours final : public Contender {
     }
     if (Status status = follow_policy(); !status) return std::unexpected(status.error());
     Divergence sum;
-    const auto done = decode_forced(*engine_, sequence, draft_.kind, tokens,
-                                    [&](std::size_t i, const LogProbabilities& row) {
-                                      const LogProbabilities& reference = ours_->reference[i];
-                                      sum.kl_mean += kl_divergence(reference, row);
-                                      sum.same_top += likeliest(reference) == likeliest(row) ? 1.0 : 0.0;
-                                      ++sum.positions;
-                                      return !interrupted();
-                                    });
+    const auto done = decode_forced(
+        *engine_, sequence, draft_, text(0), tokens,
+        [&](std::size_t i, const LogProbabilities& row) {
+          const LogProbabilities& reference = ours_->reference[i];
+          sum.kl_mean += kl_divergence(reference, row);
+          sum.same_top += likeliest(reference) == likeliest(row) ? 1.0 : 0.0;
+          ++sum.positions;
+          return !interrupted();
+        },
+        follower(0));
     if (!done) return std::unexpected(done.error());
     if (Status status = sequence.truncate(depth); !status) return std::unexpected(status.error());
     if (interrupted()) return std::nullopt;
@@ -119,6 +123,7 @@ class Ours final : public Contender {
     sum.same_top /= sum.positions;
     return sum;
   }
+  std::string choice() const override { return policy_ == Policy::kAuto ? chooser_.reason() : ""; }
   TierTotals totals() const override {
     if (!engine_->plan().tiered()) return {.kv_bytes = kv_bytes_};
     const StepStats& step = engine_->stats();
@@ -154,6 +159,10 @@ class Ours final : public Contender {
 
   std::vector<TokenId>& text(std::uint32_t sequence) { return ours_->texts[sequence]; }
 
+  std::shared_ptr<Follower> follower(std::size_t sequence) const {
+    return ours_->followers.empty() ? nullptr : ours_->followers[sequence];
+  }
+
   /// Adds what a step will read of window, windowed and dense layers; what it selects is counted elsewhere.
   void note_attended(std::span<const Decoding> all) {
     const MemoryPlan& plan = engine_->plan();
@@ -175,6 +184,7 @@ class Ours final : public Contender {
 
   Status follow_policy() {
     if (!engine_->plan().tiered()) return {};
+    engine_->set_attend_resident(attend_resident_);
     return engine_->set_selection(policy_, engine_->options().tiers.budget_tokens);
   }
 
@@ -214,6 +224,7 @@ class Ours final : public Contender {
   Engine* engine_;
   std::span<const std::unique_ptr<Sequence>> sequences_;
   Policy policy_;
+  bool attend_resident_;
   DraftOptions draft_;
   std::string far_;
   std::vector<StepGroup> groups_;
@@ -304,6 +315,7 @@ Result<std::shared_ptr<OurEngine>> OurEngine::create(const Model& model, const E
     auto sequence = ours->engine->new_sequence();
     if (!sequence) return std::unexpected(sequence.error());
     ours->sequences.push_back(std::move(*sequence));
+    if (Engine* draft = ours->engine->draft()) ours->followers.push_back(std::make_shared<Follower>(*draft));
   }
   return ours;
 }

@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "decode/engine.h"
+#include "decode/follower.h"
 #include "divergence.h"
 #include "peer/libllama.h"
 
@@ -47,6 +48,7 @@ class Contender {
   virtual std::string engine() const = 0;
   virtual std::string far() const = 0;     // "none", "host", "file:DIR"
   virtual std::string policy() const = 0;  // "dense" when all KV is near
+  virtual bool attends_resident() const { return false; }
   virtual std::uint32_t depth(std::uint32_t sequence) const = 0;
   /// Whether its speed depends on what the sequences hold. Where it does not, they need not differ.
   virtual bool content_matters() const = 0;
@@ -68,10 +70,12 @@ class Contender {
   virtual Result<std::optional<Divergence>> divergence(std::span<const TokenId> /*tokens*/) {
     return std::nullopt;
   }
+  /// What the policy auto chose and why; else empty.
+  virtual std::string choice() const { return ""; }
 };
 
-/// One of our engines and its sequences. Contenders that differ in their policy alone can share it, and with
-/// it the KV: then it is filled once.
+/// One of our engines and its sequences. Contenders that differ in their policy and in what they attend to
+/// alone can share it, and with it the KV: then it is filled once.
 struct OurEngine {
   std::unique_ptr<Engine> engine;
   std::vector<std::unique_ptr<Sequence>> sequences;  // go before the engine
@@ -80,6 +84,8 @@ struct OurEngine {
   std::vector<LogProbabilities> reference = {};
   std::vector<TokenId> reference_tokens = {};
   std::uint32_t reference_depth = 0;
+  std::vector<std::shared_ptr<Follower>>
+      followers;  // [sequence] that have read them; empty without a draft model
 
   static Result<std::shared_ptr<OurEngine>> create(const Model& model, const EngineOptions& options);
 };

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "decode/sampler.h"
 
@@ -23,10 +24,14 @@ double kl_divergence(const LogProbabilities& p, const LogProbabilities& q) {
   return sum;
 }
 
-Result<DraftStats> decode_forced(Engine& engine, Sequence& sequence, DraftKind guesses,
-                                 std::span<const TokenId> tokens,
-                                 const std::function<bool(std::size_t, LogProbabilities)>& body) {
-  Draft draft(engine, {.kind = guesses, .accept = false});
+Result<DraftStats> decode_forced(Engine& engine, Sequence& sequence, DraftOptions guesses,
+                                 std::span<const TokenId> context, std::span<const TokenId> tokens,
+                                 const std::function<bool(std::size_t, LogProbabilities)>& body,
+                                 std::shared_ptr<Follower> follower) {
+  guesses.accept = false;  // the tokens are the text's
+  Draft draft(engine, guesses, std::move(follower));
+  for (const TokenId token : context) draft.remember(token);
+  if (!tokens.empty()) draft.remember(tokens.front());
   const std::uint32_t first = sequence.tokens();
   bool go_on = true;
   for (std::size_t i = 0; i < tokens.size() && go_on;) {
@@ -38,7 +43,9 @@ Result<DraftStats> decode_forced(Engine& engine, Sequence& sequence, DraftKind g
       if (drawn_as == DrawnAs::kGuess) return std::optional(likeliest(row));
       go_on = body(i++, log_softmax(row));
       const std::size_t next = position - first;
-      return next < tokens.size() ? std::optional(tokens[next]) : std::nullopt;
+      if (next >= tokens.size()) return std::optional<TokenId>();
+      draft.remember(tokens[next]);
+      return std::optional(tokens[next]);
     });
   }
   return draft.stats();

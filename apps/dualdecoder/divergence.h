@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -18,10 +19,12 @@ LogProbabilities log_softmax(std::span<const float> logits);
 /// Of q from p, in nats.
 double kl_divergence(const LogProbabilities& p, const LogProbabilities& q);
 
-/// Decodes `tokens` at the end of `sequence` and calls body(i, distribution of what follows tokens[i]) for
-/// each. False from it stops. The guesses that were made count for nothing but the selection.
-Result<DraftStats> decode_forced(Engine& engine, Sequence& sequence, DraftKind guesses,
-                                 std::span<const TokenId> tokens,
-                                 const std::function<bool(std::size_t i, LogProbabilities row)>& body);
+/// Decodes `tokens` at the end of `sequence`, which holds `context`, and calls body(i, distribution of what
+/// follows tokens[i]) for each. False from it stops. The guesses that were made count for nothing but the
+/// selection: none is accepted, whatever `guesses` says. `follower`: as Draft takes it.
+Result<DraftStats> decode_forced(Engine& engine, Sequence& sequence, DraftOptions guesses,
+                                 std::span<const TokenId> context, std::span<const TokenId> tokens,
+                                 const std::function<bool(std::size_t i, LogProbabilities row)>& body,
+                                 std::shared_ptr<Follower> follower = nullptr);
 
 }  // namespace dualdecoder

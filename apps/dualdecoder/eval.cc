@@ -99,7 +99,7 @@ void add_task_options(CLI::App& command, EvalOptions& options) {
 }  // namespace
 
 Result<EngineOptions> eval_engine_options(const EvalOptions& options, const EngineOptions& engine,
-                                          TierChoices choices) {
+                                          TierChoices choices, std::unique_ptr<Model>& draft) {
   EngineOptions complete = engine;
   if (choices.far == "none") choices.far = "host";
   const bool needs_next_query =
@@ -107,6 +107,7 @@ Result<EngineOptions> eval_engine_options(const EvalOptions& options, const Engi
   choices.policy = needs_next_query ? "previous-layer" : "previous";
   choices.budget = *std::max_element(options.budgets.begin(), options.budgets.end());
   if (Status status = choose_tiers(choices, complete); !status) return std::unexpected(status.error());
+  if (Status status = load_draft(complete, draft); !status) return std::unexpected(status.error());
   return complete;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -46,9 +47,10 @@ struct EvalReport {
   std::string markdown;
 };
 
-/// Options for an engine that can change to any of the policies and budgets.
+/// Options for an engine that can change to any of the policies and budgets. `draft`: what --draft model:FILE
+/// names is loaded into it, unless it is there.
 Result<EngineOptions> eval_engine_options(const EvalOptions& options, const EngineOptions& engine,
-                                          TierChoices choices);
+                                          TierChoices choices, std::unique_ptr<Model>& draft);
 
 /// Divergence from full attention and perplexity on a text.
 Status eval_text(const EvalOptions& options, const Model& model, const EngineOptions& engine,

@@ -119,7 +119,7 @@ class TaskEval {
     choices.digest_type = options_.digest_types.front();
     choices.sink_tokens = options_.sinks.front();
     choices.recent_tokens = options_.recents.front();
-    auto engine_options = eval_engine_options(options_, engine_options_, choices);
+    auto engine_options = eval_engine_options(options_, engine_options_, choices, draft_model_);
     if (!engine_options) return std::unexpected(engine_options.error());
     engine_options->block_tokens = options_.blocks.front();
     engine_options->context =
@@ -131,6 +131,7 @@ class TaskEval {
     auto sequence = engine_->new_sequence();
     if (!sequence) return std::unexpected(sequence.error());
     sequence_ = std::move(*sequence);
+    if (Engine* draft = engine_->draft()) follower_ = std::make_shared<Follower>(*draft);
     return {};
   }
 
@@ -290,9 +291,9 @@ class TaskEval {
   Result<Answer> answer_with(const Way& way, const std::vector<TokenId>& prompt, const Task& task) {
     const auto policy = parse_policy(way.policy);
     if (!policy) return std::unexpected(policy.error());
-    const std::string own_draft = *policy == Policy::kDual ? "self" : "none";
-    const auto draft_kind = parse_draft(options_.tiers.draft == "auto" ? own_draft : options_.tiers.draft);
-    if (!draft_kind) return std::unexpected(draft_kind.error());
+    DraftOptions guesses;
+    if (*policy != Policy::kFull) guesses = engine_->options().draft;
+    if (*policy == Policy::kDual && options_.tiers.draft == "auto") guesses.kind = DraftKind::kSelf;
     if (Status status = engine_->set_selection(*policy, std::max(way.budget, 1U)); !status)
       return std::unexpected(status.error());
     const auto last = std::span(prompt).last(kNewTokens);
@@ -304,8 +305,7 @@ class TaskEval {
     Answer answer;
     bool ended = false;
     TokenId newest = 0;
-    Draft draft(*engine_, {.kind = *policy == Policy::kFull ? DraftKind::kNone : *draft_kind,
-                           .accept = options_.tiers.accept});
+    Draft draft(*engine_, guesses, follower_);
     const auto take = [&](TokenId token) {
       newest = token;
       draft.remember(token);
@@ -314,6 +314,11 @@ class TaskEval {
     };
     for (const TokenId token : prompt) draft.remember(token);
     take(likeliest(std::span(*logits, model_.vocabulary().size())));
+    if (!ended) {
+      draft.begin(*sequence_, [](std::span<const float> row, std::uint32_t, DrawnAs) {
+        return std::optional(likeliest(row));
+      });
+    }
     while (!ended) {
       const bool more = answer.tokens.size() + 1 < task.answer_tokens;
       const StepGroup group = draft.next(*sequence_, newest, more);
@@ -345,6 +350,7 @@ class TaskEval {
   const EvalOptions& options_;
   const Model& model_;
   EngineOptions engine_options_;
+  std::unique_ptr<Model> draft_model_;
   CaseLog& log_;
   bool chat_ = false;
   std::vector<Way> ways_;
@@ -352,7 +358,8 @@ class TaskEval {
   Json settings_;
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<Sequence> sequence_;
-  std::vector<TokenId> computed_;  // tokens that the sequence holds, of the prompt
+  std::shared_ptr<Follower> follower_;  // null without a draft model; goes before the engine
+  std::vector<TokenId> computed_;       // tokens that the sequence holds, of the prompt
 };
 
 // Task, length, depth (-1: all), number of the way.

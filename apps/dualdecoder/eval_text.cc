@@ -105,15 +105,17 @@ class TextEval {
 
   /// Calls body(i, log probabilities) for each decoded position.
   template <typename Body>
-  Result<DraftStats> decode(Engine& engine, Sequence& sequence, DraftKind guesses, const std::string& what,
-                            const Body& body) const {
+  Result<DraftStats> decode(Engine& engine, Sequence& sequence, const DraftOptions& guesses,
+                            const std::string& what, const Body& body) const {
     ProgressLine line(what);
+    const auto context = std::span(tokens_).first(options_.context);
     const auto forced = std::span(tokens_).subspan(options_.context, options_.positions);
-    return decode_forced(engine, sequence, guesses, forced, [&](std::size_t i, LogProbabilities row) {
-      line.update(static_cast<double>(i + 1) / options_.positions, fmt::format("{} positions", i + 1));
-      body(i, std::move(row));
-      return !interrupted();
-    });
+    return decode_forced(
+        engine, sequence, guesses, context, forced, [&](std::size_t i, LogProbabilities row) {
+          line.update(static_cast<double>(i + 1) / options_.positions, fmt::format("{} positions", i + 1));
+          body(i, std::move(row));
+          return !interrupted();
+        });
   }
 
   /// What the token after position i was worth to the model, in nats; 0 when that token is not known.
@@ -131,11 +133,11 @@ class TextEval {
     if (!sequence) return std::unexpected(sequence.error());
     if (Status status = prefill(**engine, **sequence, "full attention: text"); !status) return status;
     double surprises = 0.0;
-    const auto decoded = decode(**engine, **sequence, DraftKind::kNone, "full attention",
-                                [&](std::size_t i, LogProbabilities row) {
-                                  surprises += surprise(i, row);
-                                  reference_.push_back(std::move(row));
-                                });
+    const auto decoded =
+        decode(**engine, **sequence, {}, "full attention", [&](std::size_t i, LogProbabilities row) {
+          surprises += surprise(i, row);
+          reference_.push_back(std::move(row));
+        });
     full_perplexity_ = std::exp(surprises / options_.positions);
     return decoded ? Status{} : std::unexpected(decoded.error());
   }
@@ -146,7 +148,7 @@ class TextEval {
     choices.digest_type = choice.digest_type;
     choices.sink_tokens = *std::max_element(options_.sinks.begin(), options_.sinks.end());
     choices.recent_tokens = *std::max_element(options_.recents.begin(), options_.recents.end());
-    auto options = eval_engine_options(options_, engine_options_, choices);
+    auto options = eval_engine_options(options_, engine_options_, choices, draft_model_);
     if (!options) return std::unexpected(options.error());
     options->block_tokens = choice.block_tokens;
     options->tiers.measure_coverage = true;
@@ -192,7 +194,9 @@ class TextEval {
     std::size_t same = 0;
     const std::string name = fmt::format("{}, window {} + {}, budget {}", choice.policy, choice.sink_tokens,
                                          choice.recent_tokens, choice.budget);
-    const DraftKind guesses = *policy == Policy::kDual ? DraftKind::kSelf : DraftKind::kNone;
+    DraftOptions guesses;
+    if (*policy == Policy::kDual) guesses = engine.options().draft;
+    if (*policy == Policy::kDual && guesses.kind == DraftKind::kNone) guesses.kind = DraftKind::kSelf;
     const std::vector<LayerRecall> recall(engine.recall().begin(), engine.recall().end());
     const auto decoded =
         decode(engine, sequence, guesses, name, [&](std::size_t i, const LogProbabilities& row) {
@@ -227,6 +231,7 @@ class TextEval {
   const EvalOptions& options_;
   const Model& model_;
   EngineOptions engine_options_;
+  std::unique_ptr<Model> draft_model_;
   std::vector<TokenId> tokens_;
   std::vector<LogProbabilities> reference_;  // [position]
   double full_perplexity_ = 0.0;

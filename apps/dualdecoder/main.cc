@@ -28,6 +28,7 @@ int run_main(int argc, char** argv) {
 
   int exit_code = kExitSuccess;
   add_run_command(app, exit_code);
+  add_serve_command(app, exit_code);
   add_bench_command(app, exit_code);
   add_eval_command(app, exit_code);
   add_plan_command(app, exit_code);

@@ -101,6 +101,7 @@ Result<double> measure_compute_ms(const Model& model, const EngineOptions& optio
   const std::uint32_t depth = window_and_selection > kSteps ? window_and_selection - kSteps : 1;
   EngineOptions near = options;
   near.tiers = {};
+  near.draft = {};
   near.context = depth + kSteps;
   near.prefill_chunk = std::min(near.prefill_chunk, 32U);
   const auto engine = Engine::create(model, near);
@@ -139,6 +140,7 @@ Result<double> measure_far_bandwidth(const Model& model, const EngineOptions& op
   probe.tiers.near_tokens = 1;
   probe.tiers.budget_tokens = 1;
   probe.tiers.policy = Policy::kFull;
+  probe.draft = {};
   const auto engine = Engine::create(model, probe);
   if (!engine) return std::unexpected(engine.error());
   const auto sequence = (*engine)->new_sequence();
@@ -201,9 +203,13 @@ Result<Estimate> estimate(const Model& model, const EngineOptions& options, cons
   return result;
 }
 
+std::uint64_t draft_weights_bytes(const EngineOptions& options) {
+  return options.draft.model == nullptr ? 0 : options.draft.model->weights().bytes();
+}
+
 std::uint64_t resident_bytes(const Model& model, const EngineOptions& options, const MemoryPlan& plan,
                              std::uint64_t activation_bytes, std::uint64_t base_bytes) {
-  return plan.near_bytes() + model.weights().mapped_bytes() + model.weights().repacked_bytes() +
+  return plan.near_bytes() + model.weights().bytes() + draft_weights_bytes(options) + plan.draft_bytes +
          activation_bytes + plan.digest_bytes + plan.table_bytes + base_bytes +
          (options.tiers.far.kind == FarKind::kHost ? plan.far_bytes : 0);
 }
@@ -211,8 +217,6 @@ std::uint64_t resident_bytes(const Model& model, const EngineOptions& options, c
 void print_text(const Model& model, const EngineOptions& options, const MemoryPlan& plan,
                 const std::optional<Estimate>& estimate, std::uint64_t activation_bytes,
                 std::uint64_t base_bytes, std::uint64_t context_max) {
-  const Weights& weights = model.weights();
-  const std::uint64_t weight_bytes = weights.mapped_bytes() + weights.repacked_bytes();
   fmt::print("{}, {} x {} tokens, blocks of {} ({})\n", model.path(), plan.sequences, plan.context,
              plan.geometry.block_tokens, text_of(std::uint64_t{plan.geometry.slot_bytes()}));
   const auto line = [](const char* name, std::uint64_t bytes, const std::string& note) {
@@ -224,7 +228,11 @@ void print_text(const Model& model, const EngineOptions& options, const MemoryPl
   line("KV: selected", plan.near_selected_bytes, plan.tiered() ? selected_text(plan) : "");
   line("KV: staging", plan.near_staging_bytes, "");
   line("KV near in all", plan.near_bytes(), "");
-  line("weights", weight_bytes, "");
+  line("weights", model.weights().bytes(), "");
+  if (options.draft.model != nullptr) {
+    line("draft model: weights", draft_weights_bytes(options), options.draft.model->path());
+    line("draft model: KV", plan.draft_bytes, "all");
+  }
   line("activations", activation_bytes, "");
   fmt::print("host memory\n");
   line("digests", plan.digest_bytes, "");
@@ -256,7 +264,9 @@ nlohmann::ordered_json json_of(const Model& model, const EngineOptions& options,
       {"near_selected_bytes", plan.near_selected_bytes},
       {"near_staging_bytes", plan.near_staging_bytes},
       {"near_kv_bytes", plan.near_bytes()},
-      {"weights_bytes", model.weights().mapped_bytes() + model.weights().repacked_bytes()},
+      {"weights_bytes", model.weights().bytes()},
+      {"draft_weights_bytes", draft_weights_bytes(options)},
+      {"draft_kv_bytes", plan.draft_bytes},
       {"activation_bytes", activation_bytes},
       {"digest_bytes", plan.digest_bytes},
       {"table_bytes", plan.table_bytes},
@@ -279,12 +289,16 @@ Status run_plan(const PlanOptions& options) {
   const std::uint64_t anonymous = proc_bytes("/proc/self/status", "RssAnon:");
   const auto model = load_model(options.model);
   if (!model) return std::unexpected(model.error());
-  // Beside the weights, loading leaves the vocabulary and the file's metadata.
-  const std::uint64_t loaded = proc_bytes("/proc/self/status", "RssAnon:") - anonymous;
-  const std::uint64_t base = program + loaded - std::min(loaded, (*model)->weights().repacked_bytes());
   auto engine = engine_options(options.model, **model);
   if (!engine) return std::unexpected(engine.error());
   if (Status status = choose_tiers(options.tiers, *engine); !status) return status;
+  std::unique_ptr<Model> draft;
+  if (Status status = load_draft(*engine, draft); !status) return status;
+  // Beside the weights, loading leaves the vocabulary and the file's metadata.
+  const std::uint64_t loaded = proc_bytes("/proc/self/status", "RssAnon:") - anonymous;
+  std::uint64_t packed = (*model)->weights().repacked_bytes();
+  if (draft != nullptr) packed += draft->weights().repacked_bytes();
+  const std::uint64_t base = program + loaded - std::min(loaded, packed);
   engine->sequences = options.sequences;
   const auto plan = plan_memory((*model)->hyperparameters(), *engine);
   if (!plan) return std::unexpected(plan.error());

@@ -116,9 +116,7 @@ Result<std::vector<TokenId>> tokenize_prompt(const RunOptions& options, const Vo
   std::vector<ChatMessage> messages;
   if (!options.system.empty()) messages.push_back({"system", options.system});
   messages.push_back({"user", prompt});
-  const auto rendered = vocabulary.apply_chat_template(messages, options.chat_template);
-  if (!rendered) return std::unexpected(rendered.error());
-  return vocabulary.tokenize(*rendered, true, true);
+  return vocabulary.tokenize_chat(messages, options.chat_template);
 }
 
 void show(Generation& generation, Outcome& outcome) {
@@ -271,6 +269,8 @@ std::string json_report(const Generation& generation, const Outcome& outcome, co
       {"weights_mapped_bytes", engine.model().weights().mapped_bytes()},
       {"weights_repacked_bytes", engine.model().weights().repacked_bytes()},
       {"activation_bytes", engine.activation_bytes()},
+      {"draft_weights_bytes", engine.draft() == nullptr ? 0 : engine.draft()->model().weights().bytes()},
+      {"draft_kv_bytes", engine.plan().draft_bytes},
       {"token_hash", token_hash(generation)},
       {"prompt_tokens", generation.prompt()},
       {"generated_tokens", generation.tokens()},
@@ -360,6 +360,8 @@ Status run(const RunOptions& options, FinishReason& finish_reason) {
   auto setup = engine_options(options.model, **model);
   if (!setup) return std::unexpected(setup.error());
   if (Status status = choose_tiers(options.tiers, *setup); !status) return status;
+  std::unique_ptr<Model> draft;
+  if (Status status = load_draft(*setup, draft); !status) return status;
   if (files->trace) setup->tiers.transfers.trace = &*files->trace;
   const auto engine = Engine::create(**model, *setup);
   if (!engine) return std::unexpected(engine.error());
@@ -370,7 +372,7 @@ Status run(const RunOptions& options, FinishReason& finish_reason) {
   if (!tokens) return std::unexpected(tokens.error());
   if (generation_setup->sampling.temperature > 0.0f) outcome.seed = generation_setup->sampling.seed;
   if (files->logits) {
-    generation_setup->on_logits = [&](std::span<const float> row) {
+    generation_setup->on_token = [&](TokenId, std::span<const float> row) {
       if (files->logits_status) files->logits_status = files->logits->add_row(row);
     };
   }

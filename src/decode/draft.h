@@ -6,6 +6,12 @@
 // guess has decoded what the next one is drawn from, so the chain stays one token ahead. A wrong guess breaks
 // it: what the speculated row says then follows a token that never was.
 //
+// Where the budget has room for the whole context there is nothing to predict, and no guess is made, unless
+// it may be accepted.
+//
+// A draft model (DraftKind::kModel) reads the text along and is asked where the chain has no guess; nothing
+// is primed then.
+//
 // In a batch whose way of decoding is chosen by cost (Policy::kAuto), use() follows the choice.
 //
 //   const StepGroup group = draft.next(sequence, newest);
@@ -22,6 +28,7 @@
 #include <vector>
 
 #include "decode/engine.h"
+#include "decode/follower.h"
 
 namespace dualdecoder {
 
@@ -43,29 +50,44 @@ class Draft {
   using Draw = std::function<std::optional<TokenId>(std::span<const float> logits, std::uint32_t position,
                                                     DrawnAs drawn_as)>;
 
-  Draft(Engine& engine, const DraftOptions& options)
-      : engine_(engine), options_(options), keeps_history_(options.kind == DraftKind::kNgram) {}
+  /// `follower`: the draft model's, where it has read some of the text before; else it begins a new one.
+  Draft(Engine& engine, const DraftOptions& options, std::shared_ptr<Follower> follower = nullptr);
 
-  /// For the steps to come. N-grams are only found if it was made for them.
-  void use(const DraftOptions& options) { options_ = options; }
+  /// For the steps to come. N-grams are only found, and a draft model only asked, if it was made for that.
+  void use(const DraftOptions& options) {
+    options_.kind = options.kind;
+    options_.accept = options.accept;
+  }
 
-  /// A token of the prompt, or drawn: what n-grams are looked up in.
+  /// A token of the prompt, or drawn: what n-grams are looked up in, and a draft model reads.
   void remember(TokenId token);
+  /// The prompt is in `sequence`, and what follows it was drawn: a draft model reads them and guesses. Left
+  /// out, it reads them behind the first step.
+  void begin(const Sequence& sequence, const Draw& draw);
   /// What goes into the next step. `newest` is to stay where it is until the step is over. Without
   /// `may_guess` the token alone: for the last one that is wanted.
   StepGroup next(Sequence& sequence, const TokenId& newest, bool may_guess = true);
   /// After that step: `logits`, those of the group's rows.
   void take(Sequence& sequence, const float* logits, const Draw& draw);
 
+  /// Its sequence begins again.
+  void forget_guess() {
+    guess_.reset();
+    primes_ = false;
+  }
+
   const DraftStats& stats() const { return stats_; }
 
  private:
+  bool tells(const Sequence& sequence) const;
+  void ask_model(const Sequence& sequence, std::uint32_t position, const Draw& draw);
   std::optional<TokenId> find_ngram() const;
 
   Engine& engine_;
   DraftOptions options_;
   bool keeps_history_;
   std::vector<TokenId> history_;
+  std::shared_ptr<Follower> follower_;  // null without a draft model
   std::optional<TokenId> guess_;
   bool primes_ = false;         // the group of next() does
   std::uint32_t position_ = 0;  // of the token that its first logits are for

@@ -1,14 +1,40 @@
 #include "decode/engine.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <random>
 
 #include "base/check.h"
 #include "base/clock.h"
 #include "base/f16.h"
+#include "base/hash.h"
+#include "decode/follower.h"
 
 namespace dualdecoder {
+
+namespace {
+
+// Null where the far tier is memory: then prefixes live as long as the engine.
+Result<std::unique_ptr<PrefixStore>> open_prefix_store(const Tiers& tiers, std::uint64_t weights_hash) {
+  if (tiers.file() == nullptr) return nullptr;
+  const KvGeometry& geometry = tiers.geometry();
+  const DigestOptions& digests = tiers.options().digests;
+  std::uint64_t selecting = 0;
+  for (const LayerIndex layer : tiers.selecting_layers()) selecting = selecting * 31 + layer.value + 1;
+  const std::array<std::uint64_t, 8> identity = {weights_hash,
+                                                 geometry.layers,
+                                                 geometry.kv_heads,
+                                                 geometry.head_dim,
+                                                 geometry.block_tokens,
+                                                 static_cast<std::uint64_t>(digests.kind),
+                                                 static_cast<std::uint64_t>(digests.type),
+                                                 selecting};
+  return PrefixStore::open(tiers.options().far.directory, hash_values(std::span<const std::uint64_t>(identity)),
+                           !tiers.file()->taken_up());
+}
+
+}  // namespace
 
 Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineOptions& requested) {
   const Hyperparameters& shape = model.hyperparameters();
@@ -24,12 +50,26 @@ Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineO
   options.outputs_max = std::max(options.outputs_max, options.sequences * rows_each);
 
   std::unique_ptr<Engine> engine(new Engine(model, options));
+  if (options.draft.kind == DraftKind::kModel) {
+    DD_CHECK(options.draft.model != nullptr, "{} is not loaded", options.draft.model_path);
+    if (Status status = check_same_vocabulary(model, *options.draft.model); !status)
+      return std::unexpected(status.error());
+    auto draft = create(*options.draft.model, options.of_draft());
+    if (!draft) return std::unexpected(draft.error());
+    engine->draft_ = std::move(*draft);
+  }
   const auto plan = plan_memory(shape, options);
   if (!plan) return std::unexpected(plan.error());
   const std::uint64_t weights_hash = options.tiers.far.kind == FarKind::kFile ? model.weights_hash() : 0;
   auto tiers = Tiers::create(*plan, options.tiers, weights_hash);
   if (!tiers) return std::unexpected(tiers.error());
   engine->tiers_ = std::move(*tiers);
+
+  if (options.tiers.keep_prefixes && plan->tiered()) {
+    auto store = open_prefix_store(*engine->tiers_, weights_hash);
+    if (!store) return std::unexpected(store.error());
+    engine->prefixes_ = std::make_unique<PrefixCache>(*engine->tiers_, std::move(*store));
+  }
 
   const ForwardOptions forward_options{
       .threads = options.threads,
@@ -136,9 +176,9 @@ Status Engine::check(const Sequence& sequence, std::span<const TokenId> tokens) 
 
 Status Engine::check(const StepGroup& group) const {
   if (!group.guess) return check(*group.sequence, group.tokens);
-  if (group.tokens.size() > 1)
-    return fail(ErrorCode::kInvalidArgument, "a guess stands behind at most one token, not {}",
-                group.tokens.size());
+  if (group.exact()) {
+    return fail(ErrorCode::kInvalidArgument, "a guess stands behind at most one token, and none of a prompt");
+  }
   if (Status status = check(*group.sequence, std::span(&*group.guess, 1)); !status) return status;
   if (group.tokens.empty()) return {};
   if (Status status = check(*group.sequence, group.tokens); !status) return status;
@@ -164,7 +204,8 @@ Result<const float*> Engine::prefill(Sequence& sequence, std::span<const TokenId
     const bool last = done + rows == total;
     const StepGroup group{.sequence = &sequence,
                           .tokens = tokens.subspan(done, rows),
-                          .logits = last ? LogitsWanted::kLast : LogitsWanted::kNone};
+                          .logits = last ? LogitsWanted::kLast : LogitsWanted::kNone,
+                          .prompt = true};
     const float* logits = step_->run(std::span(&group, 1));
     if (sequence.error()) return std::unexpected(*sequence.error());
     done += rows;
@@ -196,6 +237,11 @@ Result<const float*> Engine::step(std::span<const StepGroup> groups) {
     if (!status) group.sequence->residency().set_error(status.error());
   }
   return step_->run(groups);
+}
+
+bool Engine::needs_prediction(const Sequence& sequence) const {
+  if (!tiers_->tiered() || tiers_->options().policy == Policy::kFull) return false;
+  return !tiers_->selects_all(tiers_->candidates_at_position(sequence.tokens() + 1));
 }
 
 Status Engine::accept_guess(Sequence& sequence) {

@@ -12,6 +12,7 @@
 
 #include "base/error.h"
 #include "decode/engine_options.h"
+#include "decode/prefix_cache.h"
 #include "decode/step.h"
 #include "decode/tiers.h"
 #include "model/model.h"
@@ -24,6 +25,10 @@ class Engine {
 
   /// kOutOfMemory when `options().sequences` of them live. They must not outlive the engine.
   Result<std::unique_ptr<Sequence>> new_sequence() { return Sequence::create(*tiers_); }
+
+  /// The prefixes kept in the far tier; null unless TierOptions::keep_prefixes.
+  PrefixCache* prefixes() { return prefixes_.get(); }
+  const PrefixCache* prefixes() const { return prefixes_.get(); }
 
   /// A new sequence that begins as the first `tokens` tokens of `sequence`, computed once and kept once
   /// (Sequence::fork). kInvalidArgument when there are not as many.
@@ -45,6 +50,10 @@ class Engine {
   /// full has an error() afterwards and meaningless logits; the others are as if it had not been there.
   Result<const float*> step(std::span<const StepGroup> groups);
 
+  /// Whether the token behind the next one of `sequence` will find more blocks beside its window than it may
+  /// select. Only then does a guess of it have anything to tell.
+  bool needs_prediction(const Sequence& sequence) const;
+
   /// Commits the guess of the last step, in which `sequence` had one. On an error (a full far tier) it is not
   /// committed, and nothing has changed.
   Status accept_guess(Sequence& sequence);
@@ -64,18 +73,25 @@ class Engine {
   /// The same with the first and the last tokens, which are always near. kInvalidArgument for more of either
   /// than the engine was made with.
   Status set_window(std::uint32_t sink_tokens, std::uint32_t recent_tokens);
+  /// Whether a token attends to all that is near (TierOptions::attend_resident), for the steps to come.
+  void set_attend_resident(bool resident) { tiers_->set_attend_resident(resident); }
 
   const Model& model() const { return model_; }
+  /// Of DraftKind::kModel; else null.
+  Engine* draft() const { return draft_.get(); }
   const EngineOptions& options() const { return options_; }
   std::uint32_t context() const { return options_.context; }
   const MemoryPlan& plan() const { return tiers_->plan(); }
   const Tiers& tiers() const { return *tiers_; }
   const NearTier& near() const { return tiers_->near(); }
   const StepStats& stats() const { return step_->stats(); }
-  const Coverage& coverage() const { return step_->coverage(); }
-  std::span<const LayerRecall> recall() const { return step_->recall(); }
-  /// Everything beside weights, KV, digests and tables: activations and what attention works in.
-  std::size_t activation_bytes() const { return forward_->activation_bytes() + step_->carry_bytes(); }
+  const Coverage& coverage() const { return step_->predictor().coverage(); }
+  std::span<const LayerRecall> recall() const { return step_->predictor().recall(); }
+  /// Everything beside weights, KV, digests and tables: activations and what attention works in. With the
+  /// draft's.
+  std::size_t activation_bytes() const {
+    return forward_->activation_bytes() + step_->carry_bytes() + (draft_ ? draft_->activation_bytes() : 0);
+  }
   const std::array<std::uint64_t, kPasses>& pass_ns() const { return step_->pass_ns(); }
 
  private:
@@ -86,9 +102,12 @@ class Engine {
 
   const Model& model_;
   EngineOptions options_;
+  std::unique_ptr<Engine> draft_;
   std::unique_ptr<Forward> forward_;
   std::unique_ptr<Step> step_;
-  std::unique_ptr<Tiers> tiers_;  // goes first: it waits for late reads, of which the step keeps the flags
+  std::unique_ptr<Tiers>
+      tiers_;  // goes before the step: it waits for late reads, of which that keeps the flags
+  std::unique_ptr<PrefixCache> prefixes_;
 };
 
 }  // namespace dualdecoder

@@ -18,6 +18,15 @@ struct EngineOptions {
   bool batch_invariant = false;       // see Forward
   TierOptions tiers = {};
   DraftOptions draft = {};
+
+  /// Of the draft model's engine: full attention, all near.
+  EngineOptions of_draft() const {
+    EngineOptions own = *this;
+    own.outputs_max = sequences;
+    own.tiers = {};
+    own.draft = {};
+    return own;
+  }
 };
 
 }  // namespace dualdecoder

@@ -34,10 +34,8 @@ const char* finish_reason_name(FinishReason reason) {
   return "";
 }
 
-Generation::Generation(std::unique_ptr<Sequence> sequence, std::vector<TokenId> prompt,
-                       GenerationOptions options, Sampler sampler, Draft draft)
-    : sequence_(std::move(sequence)),
-      prompt_(std::move(prompt)),
+Generation::Generation(std::vector<TokenId> prompt, GenerationOptions options, Sampler sampler, Draft draft)
+    : prompt_(std::move(prompt)),
       options_(std::move(options)),
       sampler_(std::move(sampler)),
       draft_(std::move(draft)),
@@ -48,6 +46,18 @@ std::string Generation::take_text() { return std::exchange(text_, {}); }
 void Generation::remember(TokenId token) {
   sampler_.accept(token);
   draft_.remember(token);
+}
+
+TokenId Generation::token_at(std::uint32_t position) const {
+  return position < prompt_.size() ? prompt_[position] : tokens_[position - prompt_.size()];
+}
+
+// Of the prompt_left(), those that come next and lie together: `count` at most.
+std::span<const TokenId> Generation::next_tokens(std::uint32_t count) const {
+  const std::uint32_t position = sequence_->tokens();
+  const auto rest = position < prompt_.size() ? std::span(prompt_).subspan(position)
+                                              : std::span(tokens_).subspan(position - prompt_.size());
+  return rest.first(std::min<std::size_t>({rest.size(), count, prompt_left()}));
 }
 
 bool Generation::wants_more_than_one() const {
@@ -67,35 +77,83 @@ Generator::Generator(Engine& engine)
   if (engine.options().tiers.policy == Policy::kAuto) chooser_.emplace();
 }
 
-Result<std::unique_ptr<Generation>> Generator::start(std::vector<TokenId> prompt, GenerationOptions options) {
+Status Generator::check(std::span<const TokenId> prompt, const GenerationOptions& options) const {
   const Vocabulary& vocabulary = engine_.model().vocabulary();
-  const auto vocabulary_size = static_cast<std::int32_t>(vocabulary.size());
   if (prompt.empty()) return fail(ErrorCode::kInvalidArgument, "the prompt is empty");
-  if (Status status = vocabulary.check_tokens(prompt); !status) return std::unexpected(status.error());
+  if (Status status = vocabulary.check_tokens(prompt); !status) return status;
   if (prompt.size() >= engine_.context()) {
     return fail(ErrorCode::kContextExceeded,
                 "the prompt has {} tokens and the context holds {}: nothing would be left for an answer; "
                 "shorten the prompt or raise the context (-c)",
                 prompt.size(), engine_.context());
   }
-  if (Status status = validate(options.sampling, vocabulary_size, end_tokens_); !status) {
-    return std::unexpected(status.error());
+  if (Status status = validate(options.sampling, static_cast<std::int32_t>(vocabulary.size()), end_tokens_);
+      !status) {
+    return status;
   }
-  if (Status status = validate_stop_strings(options.stop); !status) return std::unexpected(status.error());
+  return validate_stop_strings(options.stop);
+}
 
-  auto sequence = engine_.new_sequence();
-  if (!sequence) return std::unexpected(sequence.error());
+Result<std::unique_ptr<Generation>> Generator::start(std::vector<TokenId> prompt, GenerationOptions options) {
+  if (Status status = check(prompt, options); !status) return std::unexpected(status.error());
+  const auto vocabulary_size = static_cast<std::int32_t>(engine_.model().vocabulary().size());
   Sampler sampler(options.sampling, vocabulary_size, end_tokens_);
-  std::unique_ptr<Generation> generation(new Generation(std::move(*sequence), std::move(prompt),
-                                                        std::move(options), std::move(sampler),
-                                                        Draft(engine_, engine_.options().draft)));
+  std::unique_ptr<Generation> generation(new Generation(
+      std::move(prompt), std::move(options), std::move(sampler), Draft(engine_, engine_.options().draft)));
+  if (Status status = begin_sequence(*generation); !status) return std::unexpected(status.error());
   for (const TokenId token : generation->prompt_) generation->remember(token);
   return generation;
 }
 
+// With a kept prefix, if there is one that can be read.
+Status Generator::begin_sequence(Generation& generation) {
+  auto sequence = engine_.new_sequence();
+  if (!sequence) return std::unexpected(sequence.error());
+  generation.sequence_ = std::move(*sequence);
+  generation.kept_ = {};
+  PrefixCache* const prefixes = engine_.prefixes();
+  const GenerationOptions& options = generation.options_;
+  if (prefixes == nullptr || !options.reuse_prefix) return {};
+  // A prompt whose rows all want logits is computed from its beginning.
+  const std::span<const TokenId> wanted =
+      options.on_prompt_token ? std::span<const TokenId>() : generation.prompt_;
+  const auto found =
+      prefixes->adopt(*generation.sequence_, options.prefix_salt, wanted, options.exact_prefix_only);
+  if (found) {
+    generation.kept_ = *found;
+    generation.cached_tokens_ = generation.sequence_->tokens();
+    return {};
+  }
+  generation.sequence_.reset();
+  return begin_sequence(generation);  // that prefix is gone
+}
+
+// What is full and written. Of a block that decoding has filled, only full attention can say that it is
+// exact.
+void Generator::keep_blocks(Generation& generation) {
+  PrefixCache* const prefixes = engine_.prefixes();
+  if (prefixes == nullptr || !generation.options_.reuse_prefix || generation.sequence_->error()) return;
+  const std::uint32_t block_tokens = engine_.options().block_tokens;
+  const std::uint32_t at_rest = generation.sequence_->blocks_at_rest();
+  std::vector<TokenId> tokens(block_tokens);
+  while (generation.kept_.blocks < at_rest) {
+    const std::uint32_t begin = generation.kept_.blocks * block_tokens;
+    for (std::uint32_t i = 0; i < block_tokens; ++i) tokens[i] = generation.token_at(begin + i);
+    const bool exact = begin + block_tokens <= generation.prompt_.size() ||
+                       engine_.tiers().options().policy == Policy::kFull;
+    prefixes->keep(*generation.sequence_, generation.kept_, tokens, exact);
+  }
+}
+
+void Generator::keep_prefix(Generation& generation) {
+  if (engine_.prefixes() == nullptr || !generation.sequence_ || generation.sequence_->error()) return;
+  if (generation.sequence_->finish_writes()) keep_blocks(generation);
+}
+
 Status Generator::prefill(Generation& generation, const Engine::Progress& progress) {
-  DD_CHECK(generation.running() && generation.sequence_->tokens() == 0);
-  const auto logits = engine_.prefill(*generation.sequence_, generation.prompt_, progress);
+  DD_CHECK(generation.running() && generation.tokens_.empty());
+  const auto rest = std::span<const TokenId>(generation.prompt_).subspan(generation.sequence_->tokens());
+  const auto logits = engine_.prefill(*generation.sequence_, rest, progress);
   if (!logits) {
     if (!generation.sequence_->error()) return std::unexpected(logits.error());
     generation.error_ = logits.error();
@@ -106,16 +164,12 @@ Status Generator::prefill(Generation& generation, const Engine::Progress& progre
     generation.finish(FinishReason::kAbort);
     return {};
   }
-  if (generation.options_.tokens_max == 0U) {
-    generation.finish(FinishReason::kLength);
-    return {};
-  }
-  draw(generation, std::span(*logits, engine_.model().vocabulary().size()));
+  end_prompt(generation, *logits);
   return {};
 }
 
-Status Generator::step(std::span<Generation* const> running) {
-  if (!chooser_) return run_step(running);
+Status Generator::step(std::span<Generation* const> running, std::span<const PromptPiece> prompts) {
+  if (!chooser_ || running.empty()) return run_step(running, prompts);
   const auto tokens = [&] {
     std::size_t count = 0;
     for (const Generation* generation : running) count += generation->tokens_.size();
@@ -124,20 +178,34 @@ Status Generator::step(std::span<Generation* const> running) {
   for (Generation* generation : running) generation->draft_.use(draft_of(chooser_->way()));
   const std::size_t before = tokens();
   const Stopwatch watch;
-  Status status = run_step(running);
-  chooser_->note(watch.seconds(), static_cast<std::uint32_t>(tokens() - before));
+  Status status = run_step(running, prompts);
+  // What a step costs beside a prompt says nothing about the way of decoding.
+  if (prompts.empty()) chooser_->note(watch.seconds(), static_cast<std::uint32_t>(tokens() - before));
   return status;
 }
 
-Status Generator::run_step(std::span<Generation* const> running) {
+Status Generator::run_step(std::span<Generation* const> running, std::span<const PromptPiece> prompts) {
   groups_.clear();
   members_.clear();
   for (Generation* generation : running) {
-    DD_CHECK(generation->running() && !generation->tokens_.empty());
+    DD_CHECK(generation->running() && !generation->tokens_.empty() && generation->prompt_left() == 0);
     if (generation->sequence_->error()) continue;  // since the last step: a write came back
     members_.push_back(generation);
     groups_.push_back(generation->draft_.next(*generation->sequence_, generation->tokens_.back(),
                                               generation->wants_more_than_one()));
+  }
+  const std::size_t decoding = members_.size();
+  for (const auto& [generation, tokens] : prompts) {
+    DD_CHECK(generation->running() && tokens > 0 && tokens <= generation->prompt_left());
+    if (generation->sequence_->error()) continue;
+    members_.push_back(generation);
+    const std::span<const TokenId> next = generation->next_tokens(tokens);
+    const bool draws = next.size() == generation->prompt_left() && generation->tokens_.empty();
+    const LogitsWanted logits = generation->options_.on_prompt_token ? LogitsWanted::kAll
+                                : draws                              ? LogitsWanted::kLast
+                                                                     : LogitsWanted::kNone;
+    groups_.push_back(
+        {.sequence = generation->sequence_.get(), .tokens = next, .logits = logits, .prompt = true});
   }
   if (!groups_.empty()) {
     const auto logits = engine_.step(groups_);
@@ -145,32 +213,85 @@ Status Generator::run_step(std::span<Generation* const> running) {
     const float* row = *logits;
     for (std::size_t i = 0; i < members_.size(); ++i) {
       Generation& generation = *members_[i];
-      const auto draw_one = [&](std::span<const float> from, std::uint32_t position, DrawnAs drawn_as) {
-        return drawn_as == DrawnAs::kToken ? draw(generation, from) : guess(generation, from, position);
-      };
-      if (!generation.sequence_->error()) generation.draft_.take(*generation.sequence_, row, draw_one);
-      row += groups_[i].logits_rows() * engine_.model().vocabulary().size();
+      const std::size_t rows = groups_[i].logits_rows();
+      if (generation.sequence_->error()) {
+        // Its rows mean nothing.
+      } else if (i < decoding) {
+        generation.draft_.take(*generation.sequence_, row, draw_of(generation));
+      } else {
+        take_prompt_logits(generation, groups_[i].tokens, row);
+      }
+      row += rows * engine_.model().vocabulary().size();
     }
   }
-  for (Generation* generation : running) {
-    if (!generation->running() || !generation->sequence_->error()) continue;
-    generation->error_ = *generation->sequence_->error();
-    generation->finish(FinishReason::kError);
-  }
+  for (Generation* generation : running) settle(*generation);
+  for (const PromptPiece& piece : prompts) settle(*piece.generation);
   return {};
+}
+
+// After a step: keeps what is full, or sees to what has failed.
+void Generator::settle(Generation& generation) {
+  if (!generation.sequence_->error()) return keep_blocks(generation);
+  if (!generation.running()) return;
+  const Error error = *generation.sequence_->error();
+  if (restart(generation)) return;
+  generation.error_ = error;
+  generation.finish(FinishReason::kError);
+}
+
+// A kept prefix that cannot be read any more is no reason to fail: its tokens are computed again, once.
+bool Generator::restart(Generation& generation) {
+  if (generation.cached_tokens_ == 0 || generation.restarted_) return false;
+  generation.restarted_ = true;
+  engine_.prefixes()->drop(generation.kept_.first);
+  generation.sequence_.reset();
+  generation.cached_tokens_ = 0;
+  generation.draft_.forget_guess();
+  return begin_sequence(generation).has_value();
+}
+
+// `tokens` of the prompt have just been computed; `logits` are those of the rows that wanted any.
+void Generator::take_prompt_logits(Generation& generation, std::span<const TokenId> tokens,
+                                   const float* logits) {
+  const std::size_t width = engine_.model().vocabulary().size();
+  if (generation.options_.on_prompt_token) {
+    const TokenId* const end = generation.prompt_.data() + generation.prompt_.size();
+    for (const TokenId* next = tokens.data() + 1; next <= tokens.data() + tokens.size(); ++next) {
+      if (next == end) break;
+      generation.options_.on_prompt_token(*next, std::span(logits, width));
+      logits += width;
+    }
+  }
+  if (generation.prompt_left() == 0 && generation.tokens_.empty()) end_prompt(generation, logits);
+}
+
+// `logits`: of the prompt's last row.
+void Generator::end_prompt(Generation& generation, const float* logits) {
+  if (generation.options_.tokens_max == 0U) {
+    generation.finish(FinishReason::kLength);
+    return;
+  }
+  draw(generation, std::span(logits, engine_.model().vocabulary().size()));
+  if (generation.running()) generation.draft_.begin(*generation.sequence_, draw_of(generation));
+}
+
+Draft::Draw Generator::draw_of(Generation& generation) {
+  return [&](std::span<const float> from, std::uint32_t position, DrawnAs drawn_as) {
+    return drawn_as == DrawnAs::kToken ? draw(generation, from) : guess(generation, from, position);
+  };
 }
 
 // Nothing when the generation ends with it.
 std::optional<TokenId> Generator::draw(Generation& generation, std::span<const float> row) {
   const Vocabulary& vocabulary = engine_.model().vocabulary();
   const auto position = static_cast<std::uint32_t>(generation.prompt_.size() + generation.tokens_.size());
-  if (generation.options_.on_logits) generation.options_.on_logits(row);
   const auto token = generation.sampler_.sample(row, position, scratch_);
   if (!token) {
     generation.error_ = token.error();
     generation.finish(FinishReason::kError);
     return std::nullopt;
   }
+  if (generation.options_.on_token) generation.options_.on_token(*token, row);
   generation.remember(*token);
   generation.tokens_.push_back(*token);
 

@@ -4,11 +4,14 @@
 //   generator.prefill(*generation, progress);                    // the prompt, and the first token
 //   while (running) generator.step(running);                     // a token for each, mostly
 //
+// Or piece by piece, beside others that decode: generator.step(running, {{generation, tokens}}).
+//
 // A token is drawn from the logits of the row before it, with noise that belongs to its position, so its
 // value does not depend on which other generations share the step (as far as the logits do not; see
 // EngineOptions::batch_invariant). The generator and its generations belong to the engine's thread.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -30,8 +33,23 @@ struct GenerationOptions {
   SamplingOptions sampling;
   std::vector<std::string> stop;            // at most kMaxStopStrings
   std::optional<std::uint32_t> tokens_max;  // none: until the model ends or the context is full
-  /// Called with the logits [vocabulary] of each generated position, before its token is drawn.
-  std::function<void(std::span<const float>)> on_logits;
+  /// Where the engine keeps prefixes: begin with a kept one, and keep this one.
+  bool reuse_prefix = true;
+  bool exact_prefix_only = false;  // none whose tokens attended to a selection
+  std::string prefix_salt;         // prefixes of different salts do not know each other
+  /// Called with each token drawn and the logits [vocabulary] that it was drawn from.
+  std::function<void(TokenId, std::span<const float>)> on_token;
+  /// Called with each token of the prompt but the first, and the logits of the row before it. The prompt then
+  /// goes in pieces of at most EngineOptions::outputs_max tokens.
+  std::function<void(TokenId, std::span<const float>)> on_prompt_token;
+};
+
+class Generation;
+
+/// The next tokens of a prompt that is computed piece by piece, at most so many.
+struct PromptPiece {
+  Generation* generation = nullptr;
+  std::uint32_t tokens = 0;  // 1 to Generation::prompt_left()
 };
 
 enum class FinishReason {
@@ -51,6 +69,15 @@ class Generation {
   const std::vector<TokenId>& tokens() const { return tokens_; }
   FinishReason finish_reason() const { return finish_reason_; }
   bool running() const { return finish_reason_ == FinishReason::kRunning; }
+  /// Tokens that have to be computed before it can decode: of the prompt, and after a restart those of the
+  /// answer, too.
+  std::uint32_t prompt_left() const {
+    const std::size_t wanted = prompt_.size() + (tokens_.empty() ? 0 : tokens_.size() - 1);
+    const std::size_t computed = sequence_ ? sequence_->tokens() : 0;
+    return static_cast<std::uint32_t>(wanted - std::min(wanted, computed));
+  }
+  /// Tokens of the prompt that were found in the far tier.
+  std::uint32_t cached_tokens() const { return cached_tokens_; }
   /// What ended it as kError.
   const Error& error() const { return error_; }
   const Sequence& sequence() const { return *sequence_; }
@@ -62,9 +89,10 @@ class Generation {
 
  private:
   friend class Generator;
-  Generation(std::unique_ptr<Sequence> sequence, std::vector<TokenId> prompt, GenerationOptions options,
-             Sampler sampler, Draft draft);
+  Generation(std::vector<TokenId> prompt, GenerationOptions options, Sampler sampler, Draft draft);
   void remember(TokenId token);
+  std::span<const TokenId> next_tokens(std::uint32_t count) const;
+  TokenId token_at(std::uint32_t position) const;
   bool wants_more_than_one() const;
   void finish(FinishReason reason);
 
@@ -76,6 +104,9 @@ class Generation {
   TextAssembler assembler_;
   std::vector<TokenId> tokens_;
   std::string text_;
+  PrefixCache::Cursor kept_;
+  std::uint32_t cached_tokens_ = 0;
+  bool restarted_ = false;
   FinishReason finish_reason_ = FinishReason::kRunning;
   Error error_;
 };
@@ -84,20 +115,33 @@ class Generator {
  public:
   explicit Generator(Engine& engine);
 
-  /// Refuses bad options, tokens outside the vocabulary and prompts that leave no room in the context.
+  /// Refuses bad options, tokens outside the vocabulary and prompts that leave no room in the context. Any
+  /// thread.
+  Status check(std::span<const TokenId> prompt, const GenerationOptions& options) const;
+  /// Checks, too; kOutOfMemory when the engine has no place for another sequence.
   Result<std::unique_ptr<Generation>> start(std::vector<TokenId> prompt, GenerationOptions options);
   /// Computes the prompt and draws the first token. When `progress` stops it, the generation ends as kAbort.
   /// An error means that nothing has changed.
   Status prefill(Generation& generation, const Engine::Progress& progress = {});
   /// One step in which each of `running` gets its next token; none where the step only finds a guess of it,
-  /// two where a guess was accepted. All are running and prefilled. An error means that nothing has changed;
-  /// what goes wrong with one of them alone ends that one as kError.
-  Status step(std::span<Generation* const> running);
+  /// two where a guess was accepted. All are running and prefilled. Those of `prompts` get on with theirs,
+  /// and draw their first token with its end. An error means that nothing has changed; what goes wrong with
+  /// one of them alone ends that one as kError.
+  Status step(std::span<Generation* const> running, std::span<const PromptPiece> prompts = {});
+  /// Keeps what is full of its sequence for later ones, after waiting for the writes. For one that has ended.
+  void keep_prefix(Generation& generation);
   /// Null unless the engine's policy is kAuto.
   const PolicyChooser* chooser() const { return chooser_ ? &*chooser_ : nullptr; }
 
  private:
-  Status run_step(std::span<Generation* const> running);
+  Status run_step(std::span<Generation* const> running, std::span<const PromptPiece> prompts);
+  void take_prompt_logits(Generation& generation, std::span<const TokenId> tokens, const float* logits);
+  void end_prompt(Generation& generation, const float* logits);
+  Status begin_sequence(Generation& generation);
+  void keep_blocks(Generation& generation);
+  void settle(Generation& generation);
+  bool restart(Generation& generation);
+  Draft::Draw draw_of(Generation& generation);
   std::optional<TokenId> draw(Generation& generation, std::span<const float> logits);
   std::optional<TokenId> guess(const Generation& generation, std::span<const float> logits,
                                std::uint32_t position);
@@ -107,7 +151,7 @@ class Generator {
   SamplerScratch scratch_;
   std::optional<PolicyChooser> chooser_;
   std::vector<StepGroup> groups_;
-  std::vector<Generation*> members_;  // of groups_
+  std::vector<Generation*> members_;  // of groups_, those of prompts last
 };
 
 }  // namespace dualdecoder

@@ -4,6 +4,7 @@
 
 #include "attention/attention.h"
 #include "base/units.h"
+#include "model/model.h"
 #include "select/digest.h"
 
 namespace dualdecoder {
@@ -44,8 +45,10 @@ class Planner {
   Status plan_far() {
     const std::uint64_t wanted = std::uint64_t{context_blocks_} * options_.sequences;
     const std::uint64_t page_bytes = plan_.geometry.page_bytes();
-    const std::uint64_t allowed =
-        tiers_.far_bytes_max == 0 ? wanted : std::min(wanted, tiers_.far_bytes_max / page_bytes);
+    const std::uint64_t fitting = tiers_.far_bytes_max / page_bytes;
+    const std::uint64_t allowed = tiers_.far_bytes_max == 0 ? wanted
+                                  : tiers_.keep_prefixes    ? fitting
+                                                            : std::min(wanted, fitting);
     if (allowed == 0) {
       return fail(ErrorCode::kInvalidArgument, "--far-size {}: not even one page of {} fits",
                   format_bytes(static_cast<double>(tiers_.far_bytes_max)),
@@ -171,6 +174,10 @@ class Planner {
     plan_.table_bytes = table_entries * kTableBytesPerBlock;
     if (selecting_ > 0 && tiers_.policy != Policy::kFull) {
       plan_.digest_bytes = sequences * Digests::bytes_for(plan_.geometry, tiers_.digests, context_blocks_);
+      if (tiers_.keep_prefixes) {
+        plan_.kept_digest_bytes =
+            plan_.far_pages * Digests::record_bytes(plan_.geometry, tiers_.digests, selecting_);
+      }
     }
   }
 
@@ -188,7 +195,12 @@ class Planner {
 }  // namespace
 
 Result<MemoryPlan> plan_memory(const Hyperparameters& model, const EngineOptions& options) {
-  return Planner(model, options).plan();
+  auto plan = Planner(model, options).plan();
+  if (!plan || options.draft.model == nullptr) return plan;
+  const auto draft = Planner(options.draft.model->hyperparameters(), options.of_draft()).plan();
+  if (!draft) return draft;
+  plan->draft_bytes = draft->near_bytes();
+  return plan;
 }
 
 }  // namespace dualdecoder

@@ -46,7 +46,9 @@ struct MemoryPlan {
   std::uint64_t near_staging_bytes = 0;
   std::uint64_t far_bytes = 0;
   std::uint64_t digest_bytes = 0;
-  std::uint64_t table_bytes = 0;  // block tables, checksums
+  std::uint64_t kept_digest_bytes = 0;  // of pages that no sequence uses, at most
+  std::uint64_t table_bytes = 0;        // block tables, checksums
+  std::uint64_t draft_bytes = 0;        // KV of the draft model, all of it near; not in near_bytes()
 
   std::uint64_t near_bytes() const { return near_window_bytes + near_selected_bytes + near_staging_bytes; }
   bool tiered() const { return far_pages > 0; }

@@ -222,14 +222,16 @@ TEST(MemoryPlan, HasPlacesForTheWindowAndAChunkAtEveryPosition) {
 TEST(MemoryPlan, SelectionsInARingTakeNoMoreForMoreLayersOrALongerContext) {
   EngineOptions options = tiered_options();
   options.tiers.resident_layers = 0;
+  options.context = 16384;
   const auto few = plan_memory(kFullModel, options);
   ASSERT_TRUE(few);
-  options.context = 65536;
+  options.context = 131072;
   const auto many = plan_memory(model_of(std::vector<std::uint32_t>(24, 0)), options);
   ASSERT_TRUE(many);
   const std::uint64_t set_bytes = (few->budget_blocks + 2) * few->geometry.slot_bytes();
   EXPECT_EQ(few->near_selected_bytes, options.sequences * options.tiers.ring_sets * set_bytes);
   EXPECT_EQ(many->near_selected_bytes, few->near_selected_bytes);
+  EXPECT_EQ(many->near_window_bytes / many->layers.size(), few->near_window_bytes / few->layers.size());
 }
 
 TEST(MemoryPlan, PutsLayersIntoTheRingWhereNotEveryOneHasRoomForASelection) {

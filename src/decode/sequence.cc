@@ -148,7 +148,7 @@ Result<std::unique_ptr<Sequence>> Sequence::fork(std::uint32_t tokens) {
   if (Status status = child.reserve_pages(tokens); !status) return std::unexpected(status.error());
   child.tokens_ = tokens;
   child.blocks_ = geometry().blocks_for(tokens);
-  if (Status status = child.bring_near(*this); !status) return std::unexpected(status.error());
+  if (Status status = child.bring_near(this); !status) return std::unexpected(status.error());
   if (digests_) child.digests_->copy(*digests_, tokens / geometry().block_tokens);
   if (tokens == tokens_) child.selections_ = selections_;
   return created;
@@ -162,26 +162,28 @@ void Sequence::share_full_pages(const Sequence& parent, std::uint32_t tokens) {
   }
 }
 
-// Copies the blocks that `parent` has near, and reads what would be missed at every step: the block that is
-// filled next, and what windowed layers see, since they stream what is not near. The last block comes first,
-// because it needs its slots: where the parent had none for it, one of the others finds no room.
-Status Sequence::bring_near(const Sequence& parent) {
+// Copies the blocks that `parent` has near, if there is one, and reads what would be missed at every step:
+// the block that is filled next, and what windowed layers see, since they stream what is not near. The last
+// block comes first, because it needs its slots: where the parent had none for it, one of the others finds no
+// room.
+Status Sequence::bring_near(const Sequence* parent) {
   const NearTier& near = tiers_.near();
   const auto first_held = BlockIndex(written_);
   for (std::uint32_t b = blocks_; b-- > 0;) {
     const BlockIndex block(b);
     for (LayerIndex layer; layer.value < geometry().layers; ++layer) {
-      const bool copied = parent.residency_->readable(layer, block);
+      const bool copied = parent != nullptr && parent->residency_->readable(layer, block);
       const bool read = block >= first_held || tiers_.layer(layer).kind == LayerKind::kWindowed;
       if (!copied && !read) continue;
       const auto slot = residency_->try_take(layer, block, SlotState::kLoading, 0);
       if (!slot) continue;
       if (copied) {
-        std::memcpy(near.data(*slot), near.data(parent.residency_->slot(layer, block)),
+        std::memcpy(near.data(*slot), near.data(parent->residency_->slot(layer, block)),
                     geometry().slot_bytes());
         residency_->end_read(layer, block);
       } else {
-        tiers_.transfers().read(*residency_, layer, block, parent.page(block), Lane::kDemand);
+        const PageIndex from = parent != nullptr ? parent->page(block) : page(block);
+        tiers_.transfers().read(*residency_, layer, block, from, Lane::kDemand);
       }
     }
   }
@@ -190,6 +192,31 @@ Status Sequence::bring_near(const Sequence& parent) {
     for (LayerIndex layer; layer.value < geometry().layers; ++layer) residency_->reopen(layer, block);
   }
   return {};
+}
+
+Status Sequence::adopt(std::span<const PageIndex> pages, std::span<const std::vector<std::byte>> digests) {
+  DD_CHECK(tokens_ == 0 && pages_.empty() && tiers_.tiered() && pages.size() == digests.size());
+  for (const PageIndex page : pages) {
+    tiers_.far().retain(page);
+    pages_.push_back(page);
+  }
+  blocks_ = written_ = static_cast<std::uint32_t>(pages.size());
+  tokens_ = blocks_ * geometry().block_tokens;
+  if (digests_) {
+    for (const std::vector<std::byte>& record : digests) digests_->append(tiers_.selecting_layers(), record);
+  }
+  return bring_near(nullptr);
+}
+
+std::uint32_t Sequence::blocks_at_rest() const {
+  // All layers of a block are written at once, and leave only afterwards.
+  std::uint32_t blocks = written_;
+  const auto at_rest = [this](BlockIndex block) {
+    const SlotState state = residency_->state(LayerIndex(0), block);
+    return state != SlotState::kHeld && state != SlotState::kWriting;
+  };
+  while (blocks > 0 && !at_rest(BlockIndex(blocks - 1))) --blocks;
+  return blocks;
 }
 
 void Sequence::add_digests(LayerIndex layer, std::uint32_t tokens) {

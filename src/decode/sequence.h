@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "base/check.h"
@@ -26,6 +27,12 @@ struct Selection {
     valid = true;
     age = 0;
     end = candidates_end;
+  }
+  /// There is nothing to rank.
+  void take_all(const Candidates& candidates) {
+    blocks.clear();
+    for (BlockIndex block = candidates.first; block < candidates.end; ++block) blocks.push_back(block);
+    set_ranked(candidates.end);
   }
   /// Takes in what has left the window since it was ranked.
   void extend(BlockIndex to) {
@@ -52,6 +59,15 @@ class Sequence {
   std::uint32_t tokens() const { return tokens_; }
   /// What a transfer of this sequence ended with. It can then only be destroyed.
   const std::optional<Error>& error() const { return residency_->error(); }
+
+  /// Begins with blocks that are in the far tier, full and written: `pages`, which it comes to share, and for
+  /// each the record of its digests (Digests::save; empty where there are none). For a sequence without
+  /// tokens. Reads what windowed layers see. An error is error(), or leaves it without tokens.
+  Status adopt(std::span<const PageIndex> pages, std::span<const std::vector<std::byte>> digests);
+  /// Its first blocks whose write to the far tier has ended well.
+  std::uint32_t blocks_at_rest() const;
+  /// Waits for the writes asked for so far. An error is error().
+  Status finish_writes() { return finish_transfers("a write"); }
 
   /// Forgets everything from position `tokens` on; there are at least that many. May read one page. Where it
   /// cuts a page that is shared it needs one of its own: without one it returns the error of
@@ -94,7 +110,7 @@ class Sequence {
   Status reopen(BlockIndex block);
   void drop_blocks_from(std::uint32_t first);
   void share_full_pages(const Sequence& parent, std::uint32_t tokens);
-  Status bring_near(const Sequence& parent);
+  Status bring_near(const Sequence* parent);
 
   Tiers& tiers_;
   std::unique_ptr<Residency> residency_;

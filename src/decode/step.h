@@ -1,8 +1,9 @@
 // One step: new rows of one or many sequences through all layers. Read step.cc's run() as the list of its
 // passes (docs/design.md, "The step").
 //
-// Rows of a group with several tokens (a prompt) attend to everything; so do all rows of a layer that keeps
-// or streams everything. A single token of a selecting layer attends to its window and the selection.
+// Rows of a prompt (several tokens, or a group that says so) attend to everything; so do all rows of a layer
+// that keeps or streams everything. Another single token of a selecting layer attends to its window and the
+// selection.
 //
 // Behind that token a group may have a speculated row: a guess of the token that comes next. It passes the
 // same layers and attends to the same blocks; its query says which blocks the next step will need, and its
@@ -21,9 +22,8 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "decode/block_list.h"
-#include "decode/ranker.h"
-#include "decode/sequence.h"
+#include "decode/predictor.h"
+#include "decode/step_work.h"
 #include "decode/streamer.h"
 #include "model/forward.h"
 
@@ -38,7 +38,9 @@ struct StepGroup {
   std::span<const TokenId> tokens;
   LogitsWanted logits = LogitsWanted::kLast;
   std::optional<TokenId> guess = std::nullopt;
+  bool prompt = false;  // a single token that attends to everything, as several do
 
+  bool exact() const { return prompt || tokens.size() > 1; }
   std::uint32_t rows() const { return static_cast<std::uint32_t>(tokens.size()) + (guess ? 1 : 0); }
   std::uint32_t logits_rows() const;
 };
@@ -47,28 +49,6 @@ enum class Pass { kBegin, kProject, kAppend, kSelect, kArrive, kAttend, kPredict
 inline constexpr std::size_t kPasses = 9;
 inline constexpr std::array<const char*, kPasses> kPassNames = {
     "begin", "project", "append", "select", "arrive", "attend", "predict", "finish", "retire"};
-
-/// Counted over all steps since the start. Blocks are those beside the window, of selecting layers and single
-/// tokens.
-struct StepStats {
-  std::uint64_t steps = 0;
-  std::uint64_t blocks_attended = 0;
-  std::uint64_t blocks_missed = 0;     // neither near nor on their way when they were needed
-  std::uint64_t blocks_late = 0;       // on their way
-  std::uint64_t blocks_predicted = 0;  // asked for ahead of the need
-  std::uint64_t blocks_used = 0;  // of these: attended to since; the others were wasted, or are still to be
-  std::uint64_t bytes_streamed = 0;  // through staging
-  std::uint64_t corrections = 0;     // layers ranked again with the token's own query
-  std::uint64_t rank_ns = 0;         // ranking blocks
-  std::uint64_t stall_ns = 0;        // waiting for the far tier
-};
-
-/// Of one layer, over all steps: how much of what tokens' own queries select had been predicted. Only where a
-/// correction ranks again.
-struct LayerRecall {
-  std::uint64_t selected = 0;   // blocks
-  std::uint64_t predicted = 0;  // of these
-};
 
 class Step {
  public:
@@ -81,8 +61,7 @@ class Step {
   /// Nanoseconds spent in each pass since the start.
   const std::array<std::uint64_t, kPasses>& pass_ns() const { return pass_ns_; }
   const StepStats& stats() const { return stats_; }
-  const Coverage& coverage() const { return ranker_.coverage(); }
-  std::span<const LayerRecall> recall() const { return recall_; }
+  const Predictor& predictor() const { return predictor_; }
   std::size_t carry_bytes() const { return (carry_max_.size() + carry_sum_.size()) * sizeof(float); }
 
  private:
@@ -93,41 +72,11 @@ class Step {
     std::uint32_t position = 0;  // of that row
     std::uint32_t tokens = 0;
   };
-  // One group in this step, and in the present layer.
-  struct Work {
-    Sequence* sequence = nullptr;
-    std::uint32_t first_row = 0;
-    std::uint32_t rows = 0;       // committed ones and the speculated one
-    std::uint32_t committed = 0;  // rows
-    std::uint32_t position = 0;   // of the first row
-    bool wants_logits = false;
-    bool selecting = false;
-    bool streamed = false;
-    bool streamed_ahead = false;  // asked for while the layer before was computed
-    BlockList list;
-
-    bool decodes() const { return committed <= 1; }  // and may select; a prompt does not
-    std::uint32_t next_position() const { return position + committed; }
-  };
-
-  // A ranking for the next step that waits for others.
-  struct Prediction {
-    std::size_t work = 0;  // of work_
-    LayerIndex layer = {};
-    Candidates candidates = {};
-  };
-
   void begin(std::span<const StepGroup> groups);
-  void begin_rows(const StepGroup& group, Work& work);
-  void keep_window_near(const Work& work, std::uint32_t position, LayerIndex layer, std::uint64_t step) const;
-  void keep_selection_near(const Work& work, LayerIndex layer, std::uint64_t step) const;
+  void begin_work(const StepGroup& group, Work& work);
+  void take_rows(const StepGroup& group, Work& work);
   void append(LayerIndex layer, const LayerRows& rows);
   void add_digests(LayerIndex layer);
-  void select(LayerIndex layer, const LayerRows& rows);
-  bool ranks_with_own(const Work& work, LayerIndex layer, const float* q);
-  void unkeep_selection(const Work& work, LayerIndex layer) const;
-  void note_recall(LayerIndex layer);
-  void select_ahead(LayerIndex layer, const LayerRows& rows);
   void arrive(LayerIndex layer);
   void list_blocks(Work& work, LayerIndex layer) const;
   void add_resident(Work& work, LayerIndex layer);
@@ -141,22 +90,10 @@ class Step {
   void attend_segment(const Streamer::Segment& segment, const LayerRows& rows);
   AttentionGroup attention_group(const Work& work, LayerIndex layer, const LayerRows& rows) const;
   KvBlockView view_of(const Work& work, const Streamer::Piece& piece) const;
-  void predict(LayerIndex layer, const LayerRows& rows);
-  void rank_predictions();
-  bool ranks_again(Selection& selection, LayerIndex layer, const Candidates& candidates) const;
-  void turn_ring(LayerIndex layer);
-  void fetch_ahead(Work& work, LayerIndex layer, std::uint32_t position, std::uint64_t step);
   void retire();
-  void rank();
 
   Trace* trace() const { return tiers_.options().transfers.trace; }
-  Policy policy() const { return tiers_.options().policy; }
-  bool selects(LayerIndex layer) const {
-    return tiers_.layer(layer).kind == LayerKind::kSelecting && policy() != Policy::kFull;
-  }
-  const float* own_query(const Work& work, const float* q) const;
-  const float* last_query(const Work& work, const float* q) const;
-  Candidates candidates_at_position(std::uint32_t position) const;
+  std::span<Work> works() { return std::span(work_).first(works_); }
 
   const Model& model_;
   Forward& forward_;
@@ -164,9 +101,9 @@ class Step {
   AttentionShape shape_;
   AttentionBatch attention_;
   Streamer streamer_;
-  Ranker ranker_;
-  std::array<std::uint64_t, kPasses> pass_ns_{};
   StepStats stats_;
+  Predictor predictor_;
+  std::array<std::uint64_t, kPasses> pass_ns_{};
   bool attends_last_layer_ = true;
 
   // Reused from step to step.
@@ -180,13 +117,7 @@ class Step {
   std::vector<BlockIndex> attended_;
   std::vector<KvBlockView> views_;
   std::vector<AttentionGroup> attention_groups_;
-  std::vector<RankRequest> rank_requests_;
-  std::vector<BlockIndex> predicted_blocks_;  // of rank_requests_, one after the other
-  std::vector<std::size_t> predicted_end_;    // [request]
-  std::vector<LayerRecall> recall_;           // [layer]
-  std::vector<Prediction> predictions_;
-  std::vector<float> predicted_q_;  // [prediction, heads, head_dim]
-  std::vector<float> carry_max_;    // [rows, heads] of the group that is being streamed
+  std::vector<float> carry_max_;  // [rows, heads] of the group that is being streamed
   std::vector<float> carry_sum_;
 };
 

@@ -65,8 +65,11 @@ Result<std::optional<std::uint32_t>> parse_residency(const std::string& text);
 Result<FarChoice> parse_far(const std::string& text);
 
 struct TierOptions {
-  FarChoice far;                     // kNone: every block stays near, and nothing below matters
-  std::uint64_t far_bytes_max = 0;   // 0: what the contexts need
+  FarChoice far;                    // kNone: every block stays near, and nothing below matters
+  std::uint64_t far_bytes_max = 0;  // 0: what the contexts need
+  /// Pages stay in the far tier for later sequences that begin with the same tokens, as long as there is
+  /// room: all of far_bytes_max is for them.
+  bool keep_prefixes = false;
   std::uint64_t near_bytes_max = 0;  // of all sequences and staging; 0: what near_tokens needs
   Policy policy = Policy::kPrevious;
   Correction correction;

@@ -55,10 +55,14 @@ TEST(ParseFar, ReadsTheLinkAndRefusesWhatHasNoBandwidth) {
 }
 
 TEST(ParseDraft, ListsTheNamesForAnother) {
-  EXPECT_EQ(*parse_draft("ngram"), DraftKind::kNgram);
-  const auto refused = parse_draft("model");
-  ASSERT_FALSE(refused);
-  EXPECT_THAT(refused.error().message, AllOf(HasSubstr("self"), HasSubstr("ngram"), HasSubstr("keep")));
+  EXPECT_EQ(parse_draft("ngram")->kind, DraftKind::kNgram);
+  EXPECT_EQ(parse_draft("model:a:b.gguf")->kind, DraftKind::kModel);
+  EXPECT_EQ(parse_draft("model:a:b.gguf")->model_path, "a:b.gguf");
+  for (const char* text : {"", "model", "model:", "Self"}) {
+    const auto refused = parse_draft(text);
+    ASSERT_FALSE(refused) << text;
+    EXPECT_THAT(refused.error().message, HasSubstr("self, ngram, keep, model:FILE"));
+  }
 }
 
 }  // namespace

@@ -8,6 +8,13 @@
 
 namespace dualdecoder {
 
+Tiers::Tiers(const MemoryPlan& plan, const TierOptions& options) : plan_(plan), options_(options) {
+  if (plan.digest_bytes == 0) return;
+  for (LayerIndex layer; layer.value < plan.geometry.layers; ++layer) {
+    if (plan.layers[layer.value].kind == LayerKind::kSelecting) selecting_layers_.push_back(layer);
+  }
+}
+
 Result<std::unique_ptr<Tiers>> Tiers::create(const MemoryPlan& plan, const TierOptions& options,
                                              std::uint64_t weights_hash) {
   std::unique_ptr<Tiers> tiers(new Tiers(plan, options));
@@ -65,7 +72,7 @@ Status Tiers::open_far(std::uint64_t weights_hash) {
     case FarKind::kFile: {
       auto file =
           FarFile::open(options_.far.directory, {.weights_hash = weights_hash, .geometry = plan_.geometry},
-                        plan_.geometry.page_bytes(), plan_.far_pages);
+                        plan_.geometry.page_bytes(), plan_.far_pages, options_.keep_prefixes);
       if (!file) return std::unexpected(file.error());
       file_ = std::move(*file);
       auto made = make_file_port(*file_, near_->arena(), {});

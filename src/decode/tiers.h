@@ -4,9 +4,11 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "decode/block_list.h"
 #include "decode/plan.h"
 #include "kv/near_tier.h"
 #include "kv/residency.h"
@@ -30,18 +32,34 @@ class Tiers {
     options_.policy = policy;
     plan_.budget_blocks = budget_blocks;
   }
+  void set_attend_resident(bool resident) { options_.attend_resident = resident; }
   void set_window(std::uint32_t sink_tokens, std::uint32_t recent_tokens) {
     options_.recent_tokens = recent_tokens;
     plan_.sink_blocks = geometry().blocks_for(sink_tokens);
   }
+  /// The blocks beside the window of a row at `position`.
+  Candidates candidates_at_position(std::uint32_t position) const {
+    return candidates_at(plan_, options_.recent_tokens, position);
+  }
+  /// Whether the budget has room for all of them. The oracle measures, even so.
+  bool selects_all(const Candidates& candidates) const {
+    return options_.policy != Policy::kOracle && candidates.count() <= plan_.budget_blocks;
+  }
   const KvGeometry& geometry() const { return plan_.geometry; }
   const LayerPlan& layer(LayerIndex layer) const { return plan_.layers[layer.value]; }
   bool tiered() const { return far_ != nullptr; }
+  /// The layers that have digests.
+  std::span<const LayerIndex> selecting_layers() const { return selecting_layers_; }
+  bool selects(LayerIndex of) const {
+    return layer(of).kind == LayerKind::kSelecting && options_.policy != Policy::kFull;
+  }
 
   NearTier& near() const { return *near_; }
   /// Only when tiered.
   FarTier& far() const { return *far_; }
   Transfers& transfers() const { return *transfers_; }
+  /// Null unless the far tier is one.
+  const FarFile* file() const { return file_.get(); }
   /// "none", or the port's own words.
   std::string far_description() const;
   /// What a transfer (`what`: "a read") that missed its deadline ends a sequence with.
@@ -68,11 +86,12 @@ class Tiers {
     std::vector<PageIndex> pages;
   };
 
-  Tiers(const MemoryPlan& plan, const TierOptions& options) : plan_(plan), options_(options) {}
+  Tiers(const MemoryPlan& plan, const TierOptions& options);
   Status open_far(std::uint64_t weights_hash);
 
   MemoryPlan plan_;
   TierOptions options_;
+  std::vector<LayerIndex> selecting_layers_;
   std::unique_ptr<NearTier> near_;
   std::unique_ptr<FarFile> file_;  // outlives the port in far_
   std::unique_ptr<FarTier> far_;

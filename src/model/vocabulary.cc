@@ -1,5 +1,6 @@
 #include "model/vocabulary.h"
 
+#include <algorithm>
 #include <array>
 #include <exception>
 
@@ -87,6 +88,28 @@ Status check_tokenizer(const GgufFile& file, const llama_vocab* vocab) {
   return {};
 }
 
+// A character that no vocabulary has: U+10FFFD, for private use.
+constexpr std::string_view kGuard = "\xf4\x8f\xbf\xbd";
+constexpr std::size_t kPieceBytes = 1024;
+
+constexpr bool is_continuation(char byte) { return (static_cast<unsigned char>(byte) & 0xC0) == 0x80; }
+
+// The character that begins at `at`, of well-formed UTF-8; of anything else, some number.
+char32_t character_at(std::string_view text, std::size_t at) {
+  char32_t character = static_cast<unsigned char>(text[at]);
+  for (std::size_t i = at + 1; i < text.size() && is_continuation(text[i]); ++i)
+    character = character << 8 | static_cast<unsigned char>(text[i]);
+  return character;
+}
+
+std::vector<char32_t> characters_of(std::string_view text) {
+  std::vector<char32_t> characters;
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    if (!is_continuation(text[i])) characters.push_back(character_at(text, i));
+  }
+  return characters;
+}
+
 }  // namespace
 
 Result<std::unique_ptr<Vocabulary>> Vocabulary::load(const GgufFile& file) {
@@ -109,10 +132,65 @@ Result<std::unique_ptr<Vocabulary>> Vocabulary::load(const GgufFile& file) {
   if (const char* text = llama_model_chat_template(vocabulary->model_.get(), nullptr); text != nullptr) {
     vocabulary->chat_template_ = text;
   }
+  if (llama_vocab_type(vocabulary->vocab_) == LLAMA_VOCAB_TYPE_SPM) vocabulary->find_joints();
   return vocabulary;
 }
 
+void Vocabulary::find_joints() {
+  constexpr int kMark = LLAMA_TOKEN_ATTR_CONTROL | LLAMA_TOKEN_ATTR_USER_DEFINED | LLAMA_TOKEN_ATTR_UNKNOWN;
+  for (TokenId token = 0; token < static_cast<TokenId>(size_); ++token) {
+    const llama_token_attr kind = llama_vocab_get_attr(vocab_, token);
+    if ((kind & LLAMA_TOKEN_ATTR_BYTE) != 0) continue;
+    const auto characters = characters_of(llama_vocab_get_text(vocab_, token));
+    if ((kind & kMark) == 0) {
+      if (characters.size() > 1) joined_.insert(characters.begin(), characters.end());
+    } else if (!characters.empty()) {
+      mark_ends_.insert(characters.back());
+      for (std::size_t i = 1; i < characters.size(); ++i)
+        within_marks_.emplace(characters[i - 1], characters[i]);
+    }
+  }
+  guard_tokens_ = tokenize_at_once(kGuard, false, false).size();
+  cuts_ = !joined_.contains(character_at(kGuard, 0));
+}
+
+// Whether no token can reach from before `at` to behind it, and no mark ends there: libllama puts a space
+// behind one.
+bool Vocabulary::may_cut_before(std::string_view text, std::size_t at) const {
+  if (is_continuation(text[at])) return false;
+  const char32_t next = character_at(text, at);
+  if (joined_.contains(next)) return false;
+  std::size_t before = at - 1;
+  while (before > 0 && is_continuation(text[before])) --before;
+  const char32_t last = character_at(text, before);
+  return !within_marks_.contains({last, next}) && !mark_ends_.contains(last);
+}
+
+// With a SentencePiece vocabulary, libllama's time is quadratic in the number of characters that are no
+// tokens and become bytes: a megabyte of them takes minutes. No token reaches across such a character, so the
+// text is cut before one, again and again. A guard in front of each piece but the first keeps libllama from
+// putting a space there; its tokens are dropped.
 std::vector<TokenId> Vocabulary::tokenize(std::string_view text, bool add_special, bool parse_special) const {
+  if (!cuts_ || text.size() <= kPieceBytes) return tokenize_at_once(text, add_special, parse_special);
+  std::vector<TokenId> tokens;
+  if (add_special && llama_vocab_get_add_bos(vocab_)) tokens.push_back(llama_vocab_bos(vocab_));
+  std::string piece;
+  for (std::size_t begin = 0; begin < text.size();) {
+    std::size_t end = std::min(begin + kPieceBytes, text.size());
+    while (end < text.size() && !may_cut_before(text, end)) ++end;
+    piece = begin == 0 ? "" : kGuard;
+    piece += text.substr(begin, end - begin);
+    const std::vector<TokenId> made = tokenize_at_once(piece, false, parse_special);
+    tokens.insert(tokens.end(), made.begin() + static_cast<std::ptrdiff_t>(begin == 0 ? 0 : guard_tokens_),
+                  made.end());
+    begin = end;
+  }
+  if (add_special && llama_vocab_get_add_eos(vocab_)) tokens.push_back(llama_vocab_eos(vocab_));
+  return tokens;
+}
+
+std::vector<TokenId> Vocabulary::tokenize_at_once(std::string_view text, bool add_special,
+                                                  bool parse_special) const {
   std::vector<TokenId> tokens(text.size() / 2 + 16);
   const auto call = [&] {
     return llama_tokenize(vocab_, text.data(), static_cast<std::int32_t>(text.size()), tokens.data(),
@@ -181,6 +259,48 @@ Result<std::string> Vocabulary::apply_chat_template(std::span<const ChatMessage>
   }
   prompt.resize(static_cast<std::size_t>(length));
   return prompt;
+}
+
+bool Vocabulary::has_control_text(std::string_view text) const {
+  return tokenize(text, false, true) != tokenize(text, false, false);
+}
+
+// As llama.cpp does it, in one piece, unless a message holds the text of a control token. Then the template
+// is rendered with a mark in the place of each message, and what stands between the marks is tokenised apart
+// from the messages.
+Result<std::vector<TokenId>> Vocabulary::tokenize_chat(std::span<const ChatMessage> messages,
+                                                       const std::string& name) const {
+  const auto rendered = apply_chat_template(messages, name);
+  if (!rendered) return std::unexpected(rendered.error());
+  const bool plain = std::none_of(messages.begin(), messages.end(), [this](const ChatMessage& message) {
+    return has_control_text(message.content);
+  });
+  if (plain) return tokenize(*rendered, true, true);
+
+  std::vector<ChatMessage> marked(messages.begin(), messages.end());
+  const auto mark = [](std::size_t i) { return fmt::format("\x01{}\x02", i); };
+  for (std::size_t i = 0; i < marked.size(); ++i) marked[i].content = mark(i);
+  const auto frame = apply_chat_template(marked, name);
+  if (!frame) return std::unexpected(frame.error());
+  std::vector<TokenId> tokens;
+  const auto add = [&](std::string_view text, bool is_template) {
+    if (text.empty()) return;
+    const auto more = tokenize(text, tokens.empty() && is_template, is_template);
+    tokens.insert(tokens.end(), more.begin(), more.end());
+  };
+  std::size_t begin = 0;
+  for (std::size_t i = 0; i < marked.size(); ++i) {
+    const std::size_t at = frame->find(mark(i), begin);
+    if (at == frame->npos) {
+      return fail(ErrorCode::kUnsupported,
+                  "a message holds the text of a control token, and this chat template leaves messages out");
+    }
+    add(std::string_view(*frame).substr(begin, at - begin), true);
+    add(messages[i].content, false);
+    begin = at + mark(i).size();
+  }
+  add(std::string_view(*frame).substr(begin), true);
+  return tokens;
 }
 
 }  // namespace dualdecoder

@@ -4,9 +4,11 @@
 
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include <llama.h>
@@ -31,7 +33,7 @@ class Vocabulary {
 
   /// Tokens of `text`. `add_special`: with the tokens the model wants at its beginning; `parse_special`:
   /// texts of control tokens become these tokens (for rendered chat templates), otherwise they stay plain
-  /// text.
+  /// text. As libllama does it, in time proportional to the text.
   std::vector<TokenId> tokenize(std::string_view text, bool add_special, bool parse_special) const;
   /// The bytes of one token; they need not be whole UTF-8. Control tokens give nothing unless `special`.
   std::string piece(TokenId token, bool special = false) const;
@@ -46,9 +48,17 @@ class Vocabulary {
   /// never a guess.
   Result<std::string> apply_chat_template(std::span<const ChatMessage> messages,
                                           const std::string& name) const;
+  /// The tokens of that prompt. Texts of control tokens count as such in the template alone, never in a
+  /// message: whoever writes one cannot write another's.
+  Result<std::vector<TokenId>> tokenize_chat(std::span<const ChatMessage> messages,
+                                             const std::string& name) const;
 
  private:
   Vocabulary() = default;
+  bool has_control_text(std::string_view text) const;
+  std::vector<TokenId> tokenize_at_once(std::string_view text, bool add_special, bool parse_special) const;
+  void find_joints();
+  bool may_cut_before(std::string_view text, std::size_t at) const;
 
   struct FreeModel {
     void operator()(llama_model* model) const { llama_model_free(model); }
@@ -57,6 +67,13 @@ class Vocabulary {
   const llama_vocab* vocab_ = nullptr;
   std::uint32_t size_ = 0;
   std::string chat_template_;
+
+  // Where a text can be cut; see tokenize().
+  bool cuts_ = false;
+  std::set<char32_t> joined_;                             // characters of tokens of more than one
+  std::set<std::pair<char32_t, char32_t>> within_marks_;  // neighbours in texts of control and user's tokens
+  std::set<char32_t> mark_ends_;                          // their last characters
+  std::size_t guard_tokens_ = 0;                          // that kGuard becomes
 };
 
 }  // namespace dualdecoder

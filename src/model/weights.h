@@ -59,6 +59,7 @@ class Weights {
   std::size_t repacked_bytes() const { return repacked_bytes_; }
   /// Bytes of mapped tensors in use.
   std::size_t mapped_bytes() const { return mapped_bytes_; }
+  std::size_t bytes() const { return repacked_bytes_ + mapped_bytes_; }
 
  private:
   struct Pool {  // tensors of one buffer type; a null type means the mapped file

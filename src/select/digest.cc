@@ -34,10 +34,12 @@ f16_bits f16_not_below(float value) {
   return float_from_f16(nearest) < value ? static_cast<f16_bits>(nearest + 1) : nearest;
 }
 
+}  // namespace
+
 /// One digest's place in a tile. What is written is rounded, and the caller's values with it.
-class Column {
+class DigestColumn {
  public:
-  Column(DigestType type, std::uint32_t head_dim, std::byte* head, std::uint32_t index)
+  DigestColumn(DigestType type, std::uint32_t head_dim, std::byte* head, std::uint32_t index)
       : type_(type), head_dim_(head_dim), head_(head), index_(index) {}
 
   /// Stores a box. On return, centre and radius are what the place now stands for, which holds the box.
@@ -57,6 +59,21 @@ class Column {
   void write_not_below(float* radius);
   void read(Half half, float* values) const;
 
+  static std::size_t bytes(DigestType type, std::uint32_t head_dim) {
+    const std::size_t values = std::size_t{2} * head_dim;
+    return type == DigestType::kF16 ? values * sizeof(f16_bits) : values + 2 * sizeof(float);
+  }
+  /// Calls copy(place in the tile, bytes) for each of its pieces, always in the same order.
+  template <typename F>
+  void for_each_piece(const F& copy) const {
+    if (type_ == DigestType::kF16) {
+      for (std::uint32_t row = 0; row < 2 * head_dim_; ++row) copy(place_f16(row), sizeof(f16_bits));
+      return;
+    }
+    for (const Half half : {kCentre, kRadius}) copy(&factor(half), sizeof(float));
+    for (std::uint32_t row = 0; row < 2 * head_dim_; ++row) copy(place_int8(row), sizeof(std::int8_t));
+  }
+
  private:
   f16_bits* place_f16(std::uint32_t row) const {
     return reinterpret_cast<f16_bits*>(head_) + row * kTileDigests + index_;
@@ -72,6 +89,12 @@ class Column {
   std::byte* head_;
   std::uint32_t index_;
 };
+
+namespace {
+
+using Column = DigestColumn;
+
+}  // namespace
 
 void Column::write(Half half, float* values) {
   const std::uint32_t row = half * head_dim_;
@@ -124,6 +147,8 @@ void Column::read(Half half, float* values) const {
                                           : static_cast<float>(*place_int8(row + d)) * factor(half);
   }
 }
+
+namespace {
 
 /// 16 keys of one KV head. k: [head_dim, stride].
 struct Keys {
@@ -251,6 +276,54 @@ void Digests::copy(const Digests& other, std::uint32_t blocks) {
   truncate(blocks);
 }
 
+std::size_t Digests::record_bytes(const KvGeometry& geometry, const DigestOptions& options,
+                                  std::size_t layers) {
+  return layers * (geometry.block_tokens / kDigestTokens) * geometry.kv_heads *
+         Column::bytes(options.type, geometry.head_dim);
+}
+
+void Digests::save(BlockIndex block, std::span<const LayerIndex> layers, std::span<std::byte> record) const {
+  DD_CHECK(record.size() == record_bytes(geometry_, options_, layers.size()));
+  std::byte* to = record.data();
+  for (const LayerIndex layer : layers) {
+    DD_CHECK(block.value < blocks_[layer.value], "block {} of {}", block.value, blocks_[layer.value]);
+    for (std::uint32_t part = 0; part < digests_per_block(); ++part) {
+      const std::uint32_t digest = block.value * digests_per_block() + part;
+      for (std::uint32_t head = 0; head < geometry_.kv_heads; ++head) {
+        column_of(layer, digest, head).for_each_piece([&to](const void* from, std::size_t bytes) {
+          std::memcpy(to, from, bytes);
+          to += bytes;
+        });
+      }
+    }
+  }
+}
+
+void Digests::append(std::span<const LayerIndex> layers, std::span<const std::byte> record) {
+  DD_CHECK(record.size() == record_bytes(geometry_, options_, layers.size()));
+  const std::byte* from = record.data();
+  float centre[kHeadDimMax];
+  float radius[kHeadDimMax];
+  for (const LayerIndex layer : layers) {
+    const std::uint32_t block = blocks_[layer.value];
+    DD_CHECK(block < blocks_max_, "layer {}: digests for {} blocks", layer.value, blocks_max_);
+    const std::uint32_t first = block * digests_per_block();
+    if (first % kTileDigests == 0) clear_hull(layer);
+    for (std::uint32_t digest = first; digest < first + digests_per_block(); ++digest) {
+      for (std::uint32_t head = 0; head < geometry_.kv_heads; ++head) {
+        column_of(layer, digest, head).for_each_piece([&from](void* to, std::size_t bytes) {
+          std::memcpy(to, from, bytes);
+          from += bytes;
+        });
+        read_digest(layer, digest, head, centre, radius);
+        grow_hull(layer, head, centre, radius);
+      }
+    }
+    write_group(layer, first / kTileDigests);
+    blocks_[layer.value] = block + 1;
+  }
+}
+
 void Digests::truncate(std::uint32_t blocks) {
   const std::uint32_t end = blocks * digests_per_block();
   const std::uint32_t first = end - end % kTileDigests;
@@ -302,12 +375,16 @@ void Digests::write_group(LayerIndex layer, std::uint32_t group) {
   }
 }
 
+DigestColumn Digests::column_of(LayerIndex layer, std::uint32_t digest, std::uint32_t kv_head) const {
+  std::byte* const head = place(digests_at_, layer, digest / kTileDigests) + kv_head * head_bytes_;
+  return {options_.type, geometry_.head_dim, head, digest % kTileDigests};
+}
+
 void Digests::read_digest(LayerIndex layer, std::uint32_t digest, std::uint32_t kv_head, float* centre,
                           float* radius) const {
-  std::byte* const head = place(digests_at_, layer, digest / kTileDigests) + kv_head * head_bytes_;
-  const Column column(options_.type, geometry_.head_dim, head, digest % kTileDigests);
-  column.read(Column::kCentre, centre);
-  column.read(Column::kRadius, radius);
+  const Column from = column_of(layer, digest, kv_head);
+  from.read(Column::kCentre, centre);
+  from.read(Column::kRadius, radius);
 }
 
 void Digests::read_block(LayerIndex layer, BlockIndex block, std::uint32_t part, std::uint32_t kv_head,

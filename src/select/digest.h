@@ -34,6 +34,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "base/anonymous_memory.h"
@@ -69,6 +70,8 @@ constexpr float radius_share(DigestKind kind) {
   return 1;
 }
 
+class DigestColumn;
+
 class Digests {
  public:
   /// geometry.head_dim is at most 256.
@@ -85,6 +88,14 @@ class Digests {
   void add(LayerIndex layer, const f16_bits* k);
   /// Replaces all by those of the first `blocks` blocks of `other`, which has the same shape and options.
   void copy(const Digests& other, std::uint32_t blocks);
+  /// Bytes of one block's digests in `layers` layers, as save() gives them.
+  static std::size_t record_bytes(const KvGeometry& geometry, const DigestOptions& options,
+                                  std::size_t layers);
+  /// One block's digests in `layers`, bit by bit: [layer, part, kv_head], record_bytes().
+  void save(BlockIndex block, std::span<const LayerIndex> layers, std::span<std::byte> record) const;
+  /// Appends such a record as the next block of `layers`, which have equally many; what add() would have
+  /// done.
+  void append(std::span<const LayerIndex> layers, std::span<const std::byte> record);
   /// Forgets the blocks from `blocks` on, in all layers; a layer with fewer stays as it is. Afterwards all is
   /// as if they had never been added.
   void truncate(std::uint32_t blocks);
@@ -124,6 +135,7 @@ class Digests {
   float* hull(LayerIndex layer, std::uint32_t kv_head) {
     return hulls_.data() + (std::size_t{layer.value} * geometry_.kv_heads + kv_head) * 2 * geometry_.head_dim;
   }
+  DigestColumn column_of(LayerIndex layer, std::uint32_t digest, std::uint32_t kv_head) const;
   void add_digest(LayerIndex layer, std::uint32_t digest, const f16_bits* k);
   void read_digest(LayerIndex layer, std::uint32_t digest, std::uint32_t kv_head, float* centre,
                    float* radius) const;

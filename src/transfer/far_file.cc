@@ -87,7 +87,7 @@ int try_truncate(int fd, std::uint64_t bytes) {
 }  // namespace
 
 Result<std::unique_ptr<FarFile>> FarFile::open(const std::string& directory, const FarIdentity& identity,
-                                               std::uint64_t page_bytes, std::uint32_t pages_max) {
+                                               std::uint64_t page_bytes, std::uint32_t pages_max, bool keep) {
   DD_CHECK(page_bytes > 0 && page_bytes % kPortAlignment == 0, "page of {} bytes", page_bytes);
   constexpr auto kFileBytesMax = static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
   if (pages_max > (kFileBytesMax - kFarHeaderBytes) / page_bytes) {
@@ -95,22 +95,40 @@ Result<std::unique_ptr<FarFile>> FarFile::open(const std::string& directory, con
                 "a far tier of {} pages of {} bytes is more than a file can hold", pages_max, page_bytes);
   }
   if (auto status = check_directory(directory); !status) return std::unexpected(status.error());
+  const char* const name = keep ? "prefixes.dualdecoder" : "kv.dualdecoder";
   std::unique_ptr<FarFile> file(
-      new FarFile((std::filesystem::path(directory) / "kv.dualdecoder").string(), page_bytes, pages_max));
-  auto status = file->lock();
+      new FarFile((std::filesystem::path(directory) / name).string(), page_bytes, pages_max, keep));
+  const FarFileHeader header = file->header_for(identity);
+  auto status = file->lock(header);
   if (status) status = file->open_for_copies();
-  if (status) status = file->write_header(identity);
+  if (status && !file->taken_up_) status = file->write_header(header);
   if (!status) return std::unexpected(status.error());
   return file;
 }
 
 FarFile::~FarFile() {
   // Still under the lock: nobody else can put a file of his own there between the check and the removal.
-  if (lock_fd_.get() >= 0 && leads_to(path_, lock_fd_.get())) unlink(path_.c_str());
+  if (!keep_ && lock_fd_.get() >= 0 && leads_to(path_, lock_fd_.get())) unlink(path_.c_str());
 }
 
-/// Leaves in lock_fd_ an empty file, locked, to which path_ leads.
-Status FarFile::lock() {
+/// Whether the file is one to go on with: then its pages are ours, as many as may be.
+bool FarFile::take_up(int fd, const FarFileHeader& header, std::uint64_t bytes) {
+  FarFileHeader found{};
+  ssize_t count = 0;
+  do {
+    count = pread(fd, &found, sizeof(found), 0);
+  } while (count < 0 && errno == EINTR);
+  if (count != sizeof(found) || std::memcmp(&found, &header, sizeof(header)) != 0) return false;
+  const std::uint64_t pages = bytes < kFarHeaderBytes ? 0 : (bytes - kFarHeaderBytes) / page_bytes_;
+  pages_reserved_ = static_cast<std::uint32_t>(std::min<std::uint64_t>(pages, pages_max_));
+  // What is cut off here holds no page, or more than the limit now allows.
+  if (try_truncate(fd, page_offset(pages_reserved_)) != 0) return false;
+  taken_up_ = true;
+  return true;
+}
+
+/// Leaves in lock_fd_ a file, locked, to which path_ leads: an empty one, or one to go on with.
+Status FarFile::lock(const FarFileHeader& header) {
   for (int attempt = 0; attempt < kLockAttemptsMax; ++attempt) {
     FileDescriptor fd(::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600));
     if (fd.get() < 0) {
@@ -141,6 +159,10 @@ Status FarFile::lock() {
                   "{} exists and is not a file of dualdecoder; move it away or name another directory",
                   path_);
     }
+    if (keep_ && take_up(fd.get(), header, static_cast<std::uint64_t>(status.st_size))) {
+      lock_fd_ = std::move(fd);
+      return {};
+    }
     if (unlink(path_.c_str()) != 0) {
       return fail(ErrorCode::kIo, "cannot remove {}, left by an earlier process: {}", path_,
                   errno_text(errno));
@@ -160,7 +182,7 @@ Status FarFile::open_for_copies() {
   return {};
 }
 
-Status FarFile::write_header(const FarIdentity& identity) {
+FarFileHeader FarFile::header_for(const FarIdentity& identity) const {
   FarFileHeader header{};
   std::memcpy(header.magic, kFarFileMagic, sizeof(header.magic));
   header.layout_version = kFarLayoutVersion;
@@ -172,6 +194,10 @@ Status FarFile::write_header(const FarIdentity& identity) {
   header.block_tokens = identity.geometry.block_tokens;
   header.page_bytes = page_bytes_;
   header.checksum = hash_bytes(std::as_bytes(std::span(&header, 1)).first(offsetof(FarFileHeader, checksum)));
+  return header;
+}
+
+Status FarFile::write_header(const FarFileHeader& header) {
   alignas(kPortAlignment) std::array<std::byte, kFarHeaderBytes> buffer{};
   std::memcpy(buffer.data(), &header, sizeof(header));
   ssize_t count = 0;

@@ -7,7 +7,9 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -26,6 +28,9 @@ struct FarTierOptions {
   std::function<Status(std::uint32_t pages)> reserve;
 };
 
+/// Gives back at least one page that is only kept for later; false when there is none.
+using Reclaim = std::function<bool()>;
+
 class FarTier {
  public:
   FarTier(std::unique_ptr<Port> port, FarTierOptions options);
@@ -34,8 +39,12 @@ class FarTier {
   Port& port() const { return *port_; }
   bool verify() const { return options_.verify; }
 
-  /// A page with one user. kOutOfMemory when all are in use; kIo when the file cannot grow.
+  /// A page with one user. kOutOfMemory when all are in use; kIo when the file cannot grow. What is only kept
+  /// for later makes room first.
   Result<PageIndex> take_page();
+  void set_reclaim(Reclaim reclaim) { reclaim_ = std::move(reclaim); }
+  /// A page that an earlier process has left, with one user. Before the first take_page().
+  void restore(PageIndex page, std::span<const std::uint64_t> checksums);
   void retain(PageIndex page);
   /// The last user's release frees the page; no transfer may be in flight on it then.
   void release(PageIndex page);
@@ -54,10 +63,17 @@ class FarTier {
   std::uint64_t& checksum(PageIndex page, LayerIndex layer) {
     return checksums_[std::size_t{page.value} * geometry().layers + layer.value];
   }
+  /// Those of all its layers.
+  std::span<const std::uint64_t> checksums(PageIndex page) const {
+    return std::span(checksums_).subspan(std::size_t{page.value} * geometry().layers, geometry().layers);
+  }
 
  private:
+  Status touch_next_page();
+
   std::unique_ptr<Port> port_;
   FarTierOptions options_;
+  Reclaim reclaim_;
   std::vector<std::uint32_t> users_;      // [page], of pages touched so far
   std::vector<std::uint64_t> checksums_;  // [page, layer]
   std::vector<PageIndex> free_;           // touched before and free again

@@ -1,0 +1,248 @@
+// `dualdecoder serve`: an OpenAI-compatible server.
+#include <atomic>
+#include <filesystem>
+#include <fstream>
+#include <thread>
+
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "base/file.h"
+#include "base/units.h"
+#include "command.h"
+#include "commit.h"
+#include "model/gguf_file.h"
+#include "serve/api.h"
+
+namespace dualdecoder {
+namespace {
+
+struct ServeOptions {
+  ModelOptions model;
+  TierChoices tiers{.far = "host"};
+  std::uint32_t sequences = 4;
+  HttpServerOptions http;
+  ServiceOptions service;
+  ApiOptions api;
+  std::string api_key_file;
+  std::uint32_t comment_s = 10;
+  std::uint32_t drain_s = 30;
+};
+
+// One key a line; blank lines and lines that begin with # do not count.
+Status add_keys_from(const std::string& path, std::vector<std::string>& keys) {
+  const auto text = read_text_file(path);
+  if (!text) return std::unexpected(text.error());
+  const std::size_t before = keys.size();
+  std::size_t begin = 0;
+  while (begin < text->size()) {
+    const std::size_t end = std::min(text->find('\n', begin), text->size());
+    std::string line = text->substr(begin, end - begin);
+    while (!line.empty() && std::isspace(static_cast<unsigned char>(line.back())) != 0) line.pop_back();
+    if (!line.empty() && line.front() != '#') keys.push_back(std::move(line));
+    begin = end + 1;
+  }
+  if (keys.size() > before) return {};
+  return fail(ErrorCode::kInvalidArgument, "--api-key-file {}: there is no key in it", path);
+}
+
+// In memory, half of what the machine has: pages are only taken as tokens come, and what does not fit waits.
+// In a file, what the contexts need four times over, for prefixes of conversations that are at rest.
+std::uint64_t default_far_bytes(const EngineOptions& options, const Model& model) {
+  EngineOptions contexts = options;
+  contexts.tiers.keep_prefixes = false;
+  const auto plan = plan_memory(model.hyperparameters(), contexts);
+  const std::uint64_t needed = plan ? 4 * plan->far_bytes : 0;
+  if (options.tiers.far.kind != FarKind::kHost) return needed;
+  const auto pages = static_cast<std::uint64_t>(std::max(sysconf(_SC_PHYS_PAGES), 0L));
+  return std::min(needed, pages * static_cast<std::uint64_t>(std::max(sysconf(_SC_PAGESIZE), 0L)) / 2);
+}
+
+Result<EngineOptions> serve_engine_options(const ServeOptions& options, const Model& model) {
+  auto setup = engine_options(options.model, model);
+  if (!setup) return setup;
+  setup->sequences = options.sequences;
+  if (Status status = choose_tiers(options.tiers, *setup); !status) return std::unexpected(status.error());
+  setup->outputs_max = std::max(setup->outputs_max, 2 * options.sequences + 16);
+  TierOptions& tiers = setup->tiers;
+  tiers.keep_prefixes = tiers.far.kind != FarKind::kNone;
+  if (tiers.far_bytes_max == 0) tiers.far_bytes_max = default_far_bytes(*setup, model);
+  return setup;
+}
+
+// A template that was named has to work. Without the model's own, texts can still be completed.
+Status check_chat_template(const std::string& name, const Model& model) {
+  const ChatMessage hello{"user", "hello"};
+  const auto prompt = model.vocabulary().apply_chat_template(std::span(&hello, 1), name);
+  if (prompt) return {};
+  if (!name.empty()) return std::unexpected(prompt.error());
+  fmt::print(stderr, "dualdecoder: warning: chats will be refused: {}\n", prompt.error().message);
+  return {};
+}
+
+void allow_many_descriptors() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  limit.rlim_cur = limit.rlim_max;
+  setrlimit(RLIMIT_NOFILE, &limit);
+}
+
+// What answers: the API, once the model is loaded.
+class Front {
+ public:
+  boost::asio::awaitable<void> handle(const HttpRequest& request, HttpExchange& exchange) {
+    if (Api* api = api_.load()) co_return co_await api->handle(request, exchange);
+    HttpReply reply = Api::refusal(503, "the model is still being loaded");
+    reply.headers.emplace_back("Retry-After", "1");
+    co_await exchange.reply(std::move(reply));
+  }
+  void open(Api* api) { api_ = api; }
+
+ private:
+  std::atomic<Api*> api_ = nullptr;
+};
+
+// Runs the server on a thread of its own, and ends it with its own life.
+class ServerThread {
+ public:
+  explicit ServerThread(HttpServer& server) : server_(server), thread_([&server] { server.run(); }) {}
+  ~ServerThread() {
+    server_.stop();
+    join();
+  }
+  void join() {
+    if (thread_.joinable()) thread_.join();
+  }
+
+ private:
+  HttpServer& server_;
+  std::thread thread_;
+};
+
+// At the first signal: no more requests; the rest may end, for a while.
+void stop_when_interrupted(HttpServer& server, Service& service, std::uint32_t drain_s) {
+  auto since = std::make_shared<std::optional<Stopwatch>>();
+  server.every(std::chrono::milliseconds(50), [&server, &service, drain_s, since] {
+    if (!interrupted()) return true;
+    if (!*since) {
+      since->emplace();
+      service.drain();
+      server.close();
+      fmt::print(stderr, "dualdecoder: shutting down; {} answers are still in the works\n",
+                 service.state().running.size());
+    }
+    const bool done = service.idle() && server.connections() == 0;
+    if (!done && (*since)->seconds() < drain_s) return true;
+    server.stop();
+    return false;
+  });
+}
+
+void print_start(const ServeOptions& options, const HttpServer& server, const Engine& engine) {
+  print_short_plan(engine);
+  const std::string host = options.http.host.find(':') == options.http.host.npos
+                               ? options.http.host
+                               : "[" + options.http.host + "]";
+  fmt::print(stderr, "dualdecoder: listening on http://{}:{} | model {} | {} sequences of {} tokens\n", host,
+             server.port(), options.api.model_id, engine.options().sequences, engine.context());
+  std::fflush(stderr);
+}
+
+Status serve(ServeOptions options) {
+  if (!options.api_key_file.empty()) {
+    if (Status status = add_keys_from(options.api_key_file, options.api.api_keys); !status) return status;
+  }
+  // What can be refused is refused before anybody may connect.
+  if (const auto file = GgufFile::open(options.model.model); !file) return std::unexpected(file.error());
+  if (options.api.model_id.empty())
+    options.api.model_id = std::filesystem::path(options.model.model).stem().string();
+  options.api.version = fmt::format("{} ({})", DUALDECODER_VERSION, DUALDECODER_COMMIT);
+  options.api.comment_period = std::chrono::seconds(options.comment_s);
+  allow_many_descriptors();
+
+  Front front;
+  auto server = HttpServer::listen(
+      options.http,
+      [&front](const HttpRequest& request, HttpExchange& exchange) {
+        return front.handle(request, exchange);
+      },
+      &Api::refusal);
+  if (!server) return std::unexpected(server.error());
+  Metrics metrics;
+  std::unique_ptr<Model> model;
+  std::unique_ptr<Service> service;
+  std::unique_ptr<Api> api;
+  ServerThread thread(**server);
+
+  auto loaded = load_model(options.model);
+  if (!loaded) return std::unexpected(loaded.error());
+  model = std::move(*loaded);
+  if (Status status = check_chat_template(options.api.chat_template, *model); !status) return status;
+  const auto setup = serve_engine_options(options, *model);
+  if (!setup) return std::unexpected(setup.error());
+  auto made = Service::create(*model, *setup, options.service, metrics);
+  if (!made) return std::unexpected(made.error());
+  service = std::move(*made);
+  api = std::make_unique<Api>(*service, *model, metrics, options.api);
+  api->use_worker((*server)->worker());
+  front.open(api.get());
+  print_start(options, **server, service->engine());
+  (*server)->post([&] { stop_when_interrupted(**server, *service, options.drain_s); });
+  thread.join();
+  return {};
+}
+
+void add_server_options(CLI::App& command, ServeOptions& options) {
+  const std::string group = "Server";
+  const auto number = [&](const char* names, auto& value, const char* help, auto low, auto high) {
+    command.add_option(names, value, help)
+        ->capture_default_str()
+        ->group(group)
+        ->check(CLI::Range(low, high))
+        ->type_name("N");
+  };
+  const auto text = [&](const char* names, auto& value, const char* help, const char* type) {
+    command.add_option(names, value, help)->group(group)->type_name(type);
+  };
+  command.add_option("--host", options.http.host, "Address to listen on; 0.0.0.0 for all of the machine's")
+      ->capture_default_str()
+      ->group(group)
+      ->type_name("ADDRESS");
+  number("--port", options.http.port, "Port; 0: any free one, named at the start", 0, 65535);
+  number("--np,--parallel", options.sequences, "Answers in the works at the same time", 1, 1024);
+  number("--queue", options.service.queue_max, "Answers that may wait; more are refused", 0, 100'000);
+  number("--max-batch-tokens", options.service.prompt_tokens_max,
+         "Tokens of prompts that one step computes at most", 1, 16384);
+  number("--latency-ratio", options.service.latency_ratio,
+         "How many times as long a step may take for the sake of prompts, while others decode", 1.1, 100.0);
+  text("--api-key", options.api.api_keys, "Key that a client must send; repeatable", "KEY");
+  text("--api-key-file", options.api_key_file, "File with one such key a line", "FILE");
+  text("--cors-origin", options.api.cors_origin,
+       "Origin whose pages may ask from a browser, or * for all; by default only pages of this server",
+       "ORIGIN");
+  text("--chat-template", options.api.chat_template,
+       "One of libllama's templates, e.g. chatml, llama3, gemma", "NAME");
+  text("--alias", options.api.model_id, "Name of the model for clients; by default the file's", "NAME");
+  number("--comment-period", options.comment_s, "Seconds of silence in a stream before a comment line", 1,
+         3600);
+  number("--drain-time", options.drain_s, "Seconds that answers may still take after SIGTERM", 0, 86'400);
+}
+
+}  // namespace
+
+void add_serve_command(CLI::App& app, int& exit_code) {
+  auto options = std::make_shared<ServeOptions>();
+  CLI::App* command = app.add_subcommand("serve", "Serve the OpenAI API over HTTP");
+  add_model_options(*command, options->model);
+  add_context_option(*command, options->model);
+  add_tier_options(*command, options->tiers);
+  add_server_options(*command, *options);
+  add_environment_names(*command);
+  command->callback([options, &exit_code] {
+    catch_interrupts();
+    if (Status status = serve(*options); !status) exit_code = report(status.error());
+  });
+}
+
+}  // namespace dualdecoder

@@ -1,0 +1,443 @@
+#include "serve/api.h"
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <random>
+
+#include <boost/asio/co_spawn.hpp>
+#include <boost/asio/redirect_error.hpp>
+#include <boost/asio/use_awaitable.hpp>
+#include <nlohmann/json.hpp>
+
+#include "serve/event_queue.h"
+#include "serve/json_reader.h"
+#include "serve/reply.h"
+#include "serve/request.h"
+
+namespace dualdecoder {
+namespace {
+
+namespace asio = boost::asio;
+using nlohmann::json;
+using nlohmann::ordered_json;
+
+// What a client sent may be quoted in it, and need not be UTF-8.
+std::string dump(const ordered_json& value) {
+  return value.dump(-1, ' ', false, ordered_json::error_handler_t::replace);
+}
+
+HttpReply reply_of(const ApiError& error) {
+  HttpReply reply{.status = error.status, .body = dump(error.json())};
+  if (error.retry_after_s) reply.headers.emplace_back("Retry-After", std::to_string(*error.retry_after_s));
+  return reply;
+}
+
+HttpReply reply_of(const ordered_json& value) { return {.body = dump(value)}; }
+
+// In time that depends on the lengths alone.
+bool equal_in_constant_time(std::string_view a, std::string_view b) {
+  unsigned difference = a.size() == b.size() ? 0 : 1;
+  for (std::size_t i = 0; i < a.size(); ++i)
+    difference |=
+        static_cast<unsigned char>(a[i]) ^ static_cast<unsigned char>(b.empty() ? 0 : b[i % b.size()]);
+  return difference == 0;
+}
+
+std::string random_id() {
+  thread_local std::mt19937_64 random{std::random_device()()};
+  return fmt::format("{:016x}{:08x}", random(), static_cast<std::uint32_t>(random()));
+}
+
+HttpReply object_reply(const Reply& reply) {
+  HttpReply answer;
+  answer.body = reply.object();
+  return answer;
+}
+
+std::string event_line(const std::string& data) { return "data: " + data + "\n\n"; }
+
+std::string last_events(const Reply& reply) {
+  if (reply.error()) return event_line(dump(reply.error()->json()));
+  const auto usage = reply.usage_chunk();
+  return (usage ? event_line(*usage) : "") + event_line("[DONE]");
+}
+
+// A request on its way to an answer.
+struct Asked {
+  CompletionRequest request;
+  std::vector<std::vector<TokenId>> prompts;
+  std::vector<Job> jobs;
+};
+
+}  // namespace
+
+struct Api::Impl {
+  /// An answer that is made in one go.
+  using Answer = HttpReply (Impl::*)(const HttpRequest&) const;
+  enum class How { kAtOnce, kOnWorker, kChat, kCompletions };
+  struct Route {
+    const char* method;
+    const char* path;
+    How how;
+    Answer answer = nullptr;  // of kAtOnce and kOnWorker
+    bool open = false;        // without a key
+  };
+
+  Service& service;
+  const Model& model;
+  Metrics& metrics;
+  ApiOptions options;
+  asio::any_io_executor worker;
+
+  static const std::vector<Route>& routes();
+  bool may_ask(const HttpRequest& request) const;
+  bool from_elsewhere(const HttpRequest& request) const;
+  std::vector<std::pair<std::string, std::string>> cors_headers() const;
+  asio::awaitable<void> send(HttpExchange& exchange, HttpReply reply) const;
+  /// The route of the request, or why there is none.
+  std::expected<const Route*, HttpReply> find(const HttpRequest& request) const;
+
+  template <typename F>
+  asio::awaitable<std::invoke_result_t<F>> on_worker(F work) {
+    co_return co_await asio::co_spawn(
+        worker, [&work]() -> asio::awaitable<std::invoke_result_t<F>> { co_return work(); },
+        asio::use_awaitable);
+  }
+
+  HttpReply health(const HttpRequest&) const;
+  HttpReply version(const HttpRequest&) const;
+  HttpReply models(const HttpRequest&) const;
+  HttpReply metrics_text(const HttpRequest&) const;
+  HttpReply props(const HttpRequest&) const;
+  HttpReply slots(const HttpRequest&) const;
+  HttpReply tokenize(const HttpRequest& request) const;
+  HttpReply detokenize(const HttpRequest& request) const;
+
+  ApiResult<Asked> read(Endpoint endpoint, const HttpRequest& request) const;
+  Job job_for(const CompletionRequest& wanted, const std::vector<TokenId>& prompt,
+              const std::string& client) const;
+  Reply reply_for(Asked& work) const;
+  asio::awaitable<void> complete(Endpoint endpoint, const HttpRequest& request, HttpExchange& exchange);
+  asio::awaitable<void> follow(bool streams, Reply& reply, EventQueue& queue, HttpExchange& exchange);
+};
+
+Api::Api(Service& service, const Model& model, Metrics& metrics, ApiOptions options)
+    : impl_(new Impl{service, model, metrics, std::move(options), {}}) {}
+Api::~Api() = default;
+
+void Api::use_worker(asio::any_io_executor worker) { impl_->worker = std::move(worker); }
+
+HttpReply Api::refusal(unsigned status, const std::string& message) {
+  return reply_of(ApiError{.status = status, .message = message});
+}
+
+const std::vector<Api::Impl::Route>& Api::Impl::routes() {
+  static const std::vector<Route> list = {
+      {"POST", "/v1/chat/completions", How::kChat},
+      {"POST", "/v1/completions", How::kCompletions},
+      {"GET", "/v1/models", How::kAtOnce, &Impl::models},
+      {"GET", "/health", How::kAtOnce, &Impl::health, true},
+      {"GET", "/metrics", How::kAtOnce, &Impl::metrics_text},
+      {"GET", "/props", How::kAtOnce, &Impl::props},
+      {"GET", "/slots", How::kAtOnce, &Impl::slots},
+      {"GET", "/version", How::kAtOnce, &Impl::version},
+      {"POST", "/tokenize", How::kOnWorker, &Impl::tokenize},
+      {"POST", "/detokenize", How::kOnWorker, &Impl::detokenize},
+  };
+  return list;
+}
+
+// ---- Who may ask
+
+bool Api::Impl::may_ask(const HttpRequest& request) const {
+  if (options.api_keys.empty()) return true;
+  const std::string_view scheme = "Bearer ";
+  const std::string_view header = request.authorization;
+  const std::string_view given = header.starts_with(scheme) ? header.substr(scheme.size()) : "";
+  bool known = false;
+  for (const std::string& key : options.api_keys) known |= equal_in_constant_time(key, given);
+  return known;
+}
+
+// A page of another origin, in the browser of somebody who can reach this server.
+bool Api::Impl::from_elsewhere(const HttpRequest& request) const {
+  if (request.origin.empty() || options.cors_origin == "*" || request.origin == options.cors_origin)
+    return false;
+  return request.origin != "http://" + request.host && request.origin != "https://" + request.host;
+}
+
+std::vector<std::pair<std::string, std::string>> Api::Impl::cors_headers() const {
+  if (options.cors_origin.empty()) return {};
+  return {{"Access-Control-Allow-Origin", options.cors_origin},
+          {"Access-Control-Allow-Headers", "Authorization, Content-Type"},
+          {"Access-Control-Allow-Methods", "GET, POST, OPTIONS"}};
+}
+
+asio::awaitable<void> Api::Impl::send(HttpExchange& exchange, HttpReply reply) const {
+  for (auto& header : cors_headers()) reply.headers.push_back(std::move(header));
+  co_await exchange.reply(std::move(reply));
+}
+
+std::expected<const Api::Impl::Route*, HttpReply> Api::Impl::find(const HttpRequest& request) const {
+  if (from_elsewhere(request)) {
+    return std::unexpected(
+        reply_of(ApiError{.status = 403,
+                          .type = "permission_error",
+                          .message = "pages of other origins may not ask; see --cors-origin"}));
+  }
+  std::string allowed;
+  for (const Route& route : routes()) {
+    if (request.path != route.path) continue;
+    if (request.method != route.method) {
+      allowed = route.method;
+      continue;
+    }
+    if (route.open || may_ask(request)) return &route;
+    HttpReply reply = reply_of(
+        ApiError{.status = 401,
+                 .type = "authentication_error",
+                 .message = "wanted is a header \"Authorization: Bearer KEY\" with a key of this server",
+                 .code = "invalid_api_key"});
+    reply.headers.emplace_back("WWW-Authenticate", "Bearer");
+    return std::unexpected(std::move(reply));
+  }
+  if (allowed.empty()) {
+    return std::unexpected(reply_of(ApiError{
+        .status = 404, .type = "not_found_error", .message = "there is nothing at " + request.path}));
+  }
+  if (request.method == "OPTIONS" && !options.cors_origin.empty())
+    return std::unexpected(HttpReply{.status = 204, .content_type = "text/plain", .body = {}});
+  HttpReply reply = reply_of(ApiError{
+      .status = 405, .message = fmt::format("{} is for {}, not {}", request.path, allowed, request.method)});
+  reply.headers.emplace_back("Allow", allowed);
+  return std::unexpected(std::move(reply));
+}
+
+asio::awaitable<void> Api::handle(const HttpRequest& request, HttpExchange& exchange) {
+  Impl& impl = *impl_;
+  const auto route = impl.find(request);
+  if (!route) co_return co_await impl.send(exchange, route.error());
+  switch ((*route)->how) {
+    case Impl::How::kAtOnce:
+      co_return co_await impl.send(exchange, (impl.*(*route)->answer)(request));
+    case Impl::How::kOnWorker: {
+      HttpReply reply = co_await impl.on_worker([&] { return (impl.*(*route)->answer)(request); });
+      co_return co_await impl.send(exchange, std::move(reply));
+    }
+    case Impl::How::kChat:
+      co_return co_await impl.complete(Endpoint::kChat, request, exchange);
+    case Impl::How::kCompletions:
+      co_return co_await impl.complete(Endpoint::kCompletions, request, exchange);
+  }
+}
+
+// ---- Small endpoints
+
+HttpReply Api::Impl::health(const HttpRequest&) const {
+  if (!service.state().draining) return reply_of(ordered_json{{"status", "ok"}});
+  return reply_of(
+      ApiError{.status = 503, .type = "unavailable_error", .message = "the server is shutting down"});
+}
+
+HttpReply Api::Impl::version(const HttpRequest&) const {
+  return reply_of(ordered_json{{"version", options.version}});
+}
+
+HttpReply Api::Impl::models(const HttpRequest&) const {
+  const ordered_json served = {{"id", options.model_id},
+                               {"object", "model"},
+                               {"created", 0},
+                               {"owned_by", "dualdecoder"},
+                               {"max_model_len", service.engine().context()}};
+  return reply_of(ordered_json{{"object", "list"}, {"data", ordered_json::array({served})}});
+}
+
+HttpReply Api::Impl::metrics_text(const HttpRequest&) const {
+  return {.content_type = "text/plain; version=0.0.4; charset=utf-8", .body = metrics.text()};
+}
+
+HttpReply Api::Impl::props(const HttpRequest&) const {
+  const Engine& engine = service.engine();
+  const EngineOptions& made = engine.options();
+  const MemoryPlan& plan = engine.plan();
+  return reply_of(ordered_json{
+      {"model", options.model_id},
+      {"architecture", model.hyperparameters().architecture},
+      {"version", options.version},
+      {"context", engine.context()},
+      {"sequences", made.sequences},
+      {"queue", service.options().queue_max},
+      {"threads", made.threads},
+      {"block_tokens", made.block_tokens},
+      {"far", engine.tiers().far_description()},
+      {"policy", plan.tiered() ? policy_name(made.tiers.policy) : "full"},
+      {"budget_tokens", made.tiers.budget_tokens},
+      {"chat_template", model.vocabulary().has_chat_template() || !options.chat_template.empty()},
+      {"memory",
+       {{"near_window_bytes", plan.near_window_bytes},
+        {"near_selected_bytes", plan.near_selected_bytes},
+        {"near_staging_bytes", plan.near_staging_bytes},
+        {"far_bytes", plan.far_bytes},
+        {"digest_bytes", plan.digest_bytes},
+        {"table_bytes", plan.table_bytes}}}});
+}
+
+HttpReply Api::Impl::slots(const HttpRequest&) const {
+  const ServiceState state = service.state();
+  ordered_json running = ordered_json::array();
+  for (const ServiceState::Slot& slot : state.running) {
+    running.push_back({{"id", slot.job},
+                       {"prompt_tokens", slot.prompt_tokens},
+                       {"prompt_done", slot.prompt_done},
+                       {"tokens", slot.tokens}});
+  }
+  return reply_of(ordered_json{{"slots", service.engine().options().sequences},
+                               {"running", std::move(running)},
+                               {"waiting", state.waiting}});
+}
+
+HttpReply Api::Impl::tokenize(const HttpRequest& request) const {
+  const auto body = parse_json_object(request.body);
+  if (!body) return reply_of(body.error());
+  JsonReader reader(*body);
+  const auto content = reader.string("content", SIZE_MAX);
+  const auto prompt = reader.string("prompt", SIZE_MAX);  // vLLM's name
+  const bool add_special = reader.boolean("add_special").value_or(false);
+  const bool parse_special = reader.boolean("parse_special").value_or(true);
+  if (!content && !prompt) reader.refuse("content", "is missing");
+  if (const auto status = reader.status(); !status) return reply_of(status.error());
+  const auto tokens = model.vocabulary().tokenize(content ? *content : *prompt, add_special, parse_special);
+  return reply_of(ordered_json{{"tokens", tokens}, {"count", tokens.size()}});
+}
+
+HttpReply Api::Impl::detokenize(const HttpRequest& request) const {
+  const auto body = parse_json_object(request.body);
+  if (!body) return reply_of(body.error());
+  const auto list = body->find("tokens");
+  if (list == body->end() || !list->is_array())
+    return reply_of(bad_field("tokens", "tokens: wanted is a list of token ids"));
+  const auto tokens = read_token_ids(*list, "tokens");
+  if (!tokens) return reply_of(tokens.error());
+  if (const Status status = model.vocabulary().check_tokens(*tokens); !status)
+    return reply_of(bad_field("tokens", status.error().message));
+  std::string bytes;
+  for (const TokenId token : *tokens) bytes += model.vocabulary().piece(token, true);
+  return reply_of(ordered_json{{"content", bytes}});
+}
+
+// ---- Completions
+
+ApiResult<Asked> Api::Impl::read(Endpoint endpoint, const HttpRequest& request) const {
+  const auto parsed = parse_json_object(request.body);
+  if (!parsed) return std::unexpected(parsed.error());
+  auto wanted = read_completion_request(endpoint, *parsed);
+  if (!wanted) return std::unexpected(wanted.error());
+  Asked work{.request = std::move(*wanted), .prompts = {}, .jobs = {}};
+  const Vocabulary& vocabulary = model.vocabulary();
+  if (endpoint == Endpoint::kChat) {
+    auto tokens = vocabulary.tokenize_chat(work.request.messages, options.chat_template);
+    if (!tokens) return std::unexpected(api_error(tokens.error()));
+    work.prompts.push_back(std::move(*tokens));
+  } else {
+    for (const Prompt& prompt : work.request.prompts) {
+      const auto* text = std::get_if<std::string>(&prompt);
+      work.prompts.push_back(text != nullptr ? vocabulary.tokenize(*text, true, false)
+                                             : std::get<std::vector<TokenId>>(prompt));
+    }
+  }
+  for (const std::vector<TokenId>& prompt : work.prompts) {
+    Job job = job_for(work.request, prompt, request.authorization);
+    if (const auto status = service.check(job); !status) return std::unexpected(status.error());
+    for (std::uint32_t choice = 0; choice < work.request.choices; ++choice) {
+      work.jobs.push_back(job);
+      work.jobs.back().options.sampling.seed += choice;
+    }
+  }
+  return work;
+}
+
+Job Api::Impl::job_for(const CompletionRequest& wanted, const std::vector<TokenId>& prompt,
+                       const std::string& client) const {
+  Job job;
+  job.prompt = prompt;
+  job.options.sampling = wanted.sampling;
+  job.options.stop = wanted.stop;
+  if (wanted.tokens_max)
+    job.options.tokens_max =
+        static_cast<std::uint32_t>(std::min<std::uint64_t>(*wanted.tokens_max, UINT32_MAX));
+  job.options.reuse_prefix = wanted.cache_prompt;
+  job.options.prefix_salt = wanted.cache_salt;
+  job.top_logprobs = wanted.top_logprobs;
+  job.prompt_logprobs = wanted.echo && wanted.top_logprobs;
+  job.client = wanted.user.empty() ? client : wanted.user;
+  job.priority = wanted.priority;
+  return job;
+}
+
+Reply Api::Impl::reply_for(Asked& work) const {
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  return Reply(work.request, model.vocabulary(),
+               {.id = random_id(),
+                .model = options.model_id,
+                .created = std::chrono::duration_cast<std::chrono::seconds>(now).count()},
+               std::move(work.prompts));
+}
+
+asio::awaitable<void> Api::Impl::complete(Endpoint endpoint, const HttpRequest& request,
+                                          HttpExchange& exchange) {
+  auto work = co_await on_worker([&] { return read(endpoint, request); });
+  if (!work) {
+    metrics.note_refused("invalid");
+    co_return co_await send(exchange, reply_of(work.error()));
+  }
+  const auto queue = std::make_shared<EventQueue>(co_await asio::this_coro::executor);
+  for (std::uint32_t choice = 0; choice < work->jobs.size(); ++choice) {
+    work->jobs[choice].listener = [queue, choice](JobEvent event) { queue->push(choice, std::move(event)); };
+  }
+  const auto jobs = service.submit(std::move(work->jobs));
+  if (!jobs) co_return co_await send(exchange, reply_of(jobs.error()));
+  Reply reply = reply_for(*work);
+  co_await follow(work->request.stream, reply, *queue, exchange);
+  if (reply.ended()) co_return;
+  for (const JobId job : *jobs) service.cancel(job);
+}
+
+// Until the answer is out, or the client has gone.
+asio::awaitable<void> Api::Impl::follow(bool streams, Reply& reply, EventQueue& queue,
+                                        HttpExchange& exchange) {
+  if (streams) {
+    const bool begun = co_await exchange.begin_stream(cors_headers());
+    if (!begun) co_return;
+  }
+  exchange.watch_for_close(queue.timer());
+  using Clock = asio::steady_timer::clock_type;
+  auto comment_at = Clock::now() + options.comment_period;
+  while (!reply.ended() && !reply.error()) {
+    queue.timer().expires_at(comment_at);
+    auto events = queue.take();
+    if (events.empty() && !exchange.gone()) {
+      boost::system::error_code woken;
+      co_await queue.timer().async_wait(asio::redirect_error(asio::use_awaitable, woken));
+      events = queue.take();
+    }
+    if (exchange.gone()) co_return;
+    std::vector<std::string> chunks;
+    for (auto& [choice, event] : events) reply.take(choice, std::move(event), streams ? &chunks : nullptr);
+    std::string bytes;
+    for (const std::string& chunk : chunks) bytes += event_line(chunk);
+    // Not every event has something to tell: what counts as silence is what the client hears.
+    const bool silent = bytes.empty() && Clock::now() >= comment_at;
+    if (silent && streams) bytes = ": still at work\n\n";
+    if (silent || !bytes.empty()) comment_at = Clock::now() + options.comment_period;
+    if (!bytes.empty()) co_await exchange.send(std::move(bytes));
+  }
+  if (!streams) {
+    HttpReply answer = reply.error() ? reply_of(*reply.error()) : object_reply(reply);
+    co_return co_await send(exchange, std::move(answer));
+  }
+  const bool sent = co_await exchange.send(last_events(reply));
+  if (sent) co_await exchange.end_stream();
+}
+
+}  // namespace dualdecoder
