@@ -9,7 +9,7 @@ WERROR := $(if $(filter true,$(CI)),ON,OFF)
 SOURCES = git ls-files -z --cached --others --exclude-standard -- '*.h' '*.cc'
 CLANG_FORMAT = xargs -0r clang-format-14
 
-.PHONY: help setup model models build demo serve test test-long test-asan test-tsan format format-check clean
+.PHONY: help setup model models build demo serve test test-long test-asan test-tsan bench format format-check clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,12 @@ test-asan test-tsan: test-%: build/%/build.ninja
 
 test-asan: ## Tests labelled fast, with AddressSanitizer and UndefinedBehaviorSanitizer
 test-tsan: ## Tests labelled fast, with ThreadSanitizer
+
+# Results that are there are kept; BENCH_DIR=... for another place.
+BENCH_DIR ?= build/bench
+bench: build $(SMOLLM2) ## The canonical comparison and its report, a quarter of an hour on a quiet machine
+	@tools/bench.sh $(SMOLLM2) $(BENCH_DIR)
+	@.venv/bin/python tools/report.py $(BENCH_DIR)
 
 format: setup ## Formats every C++ file
 	@$(SOURCES) | $(CLANG_FORMAT) -i

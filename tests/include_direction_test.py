@@ -11,7 +11,7 @@ LAYERS = [
     {"base"},
     {"kv", "products"},
     {"attention"},
-    {"model", "select", "transfer", "peer"},
+    {"model", "select", "transfer", "peer", "tasks"},
     {"decode"},
     {"serve"},
     {"apps"},

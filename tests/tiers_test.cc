@@ -256,5 +256,32 @@ TEST_F(TiersTest, ANarrowerWindowGivesTheBitsOfAnEngineMadeWithItAndAWiderOneIsR
   }
 }
 
+// Blocks that were filled under another policy can be selected, although they are not near any more.
+TEST_F(TiersTest, SelectsAmongBlocksThatWereFilledWhileEveryBlockWasAttendedTo) {
+  load("llama");
+  EngineOptions options = base_options(1, 16);
+  options.tiers.far.kind = FarKind::kHost;
+  options.tiers.policy = Policy::kPrevious;
+  options.tiers.budget_tokens = 32;
+  const std::vector<TokenId> prompt = random_tokens(400, 1);
+  const std::vector<TokenId> steps = random_tokens(40, 2);
+  const auto decode = [&](Policy policy_of_prompt) {
+    const auto engine = this->engine(options);
+    const auto sequence = new_sequence(*engine);
+    EXPECT_TRUE(engine->set_selection(policy_of_prompt, 32));
+    EXPECT_TRUE(engine->prefill(*sequence, prompt));
+    EXPECT_TRUE(engine->set_selection(Policy::kReactive, 32));
+    std::vector<float> logits;
+    for (std::size_t s = 0; s < steps.size(); ++s) {
+      const StepGroup group{.sequence = sequence.get(), .tokens = std::span(steps).subspan(s, 1)};
+      const auto row = engine->step(std::span(&group, 1));
+      EXPECT_TRUE(row && !sequence->error());
+      logits.insert(logits.end(), *row, *row + kTinyVocabulary);
+    }
+    return logits;
+  };
+  EXPECT_TRUE(same_bits(decode(Policy::kFull), decode(Policy::kReactive)));
+}
+
 }  // namespace
 }  // namespace dualdecoder

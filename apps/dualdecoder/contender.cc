@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/hash.h"
 #include "command.h"
 #include "decode/draft.h"
 #include "decode/policy_chooser.h"
@@ -14,6 +15,13 @@ namespace dualdecoder {
 namespace {
 
 constexpr TokenId kNoToken = -1;  // stands where KV has been made up
+
+/// The same for every order in which sequences took turns.
+std::uint64_t hash_of(const std::vector<std::vector<TokenId>>& tokens) {
+  std::vector<TokenId> all;
+  for (const std::vector<TokenId>& one : tokens) all.insert(all.end(), one.begin(), one.end());
+  return hash_values(std::span<const TokenId>(all));
+}
 
 class Ours final : public Contender {
  public:
@@ -51,11 +59,15 @@ class Ours final : public Contender {
       all.push_back({.sequence = sequences_[i].get(),
                      .draft = Draft(*engine_, draft_, follower(i)),
                      .newest = first[i],
-                     .left = tokens});
+                     .left = tokens,
+                     .number = i});
       for (const TokenId token : ours_->texts[i]) all.back().draft.remember(token);
       all.back().draft.remember(first[i]);
     }
-    while (std::any_of(all.begin(), all.end(), [](const Decoding& one) { return one.left > 0; })) {
+    decoded_.assign(first.size(), {});
+    const auto goes_on = [](const Decoding& one) { return one.left > 0; };
+    while (std::any_of(all.begin(), all.end(), goes_on) && !interrupted()) {
+      note_attended(all);
       if (Status status = step(all); !status) return status;
     }
     for (const Decoding& one : all) drafts_ += one.draft.stats();
@@ -68,19 +80,72 @@ class Ours final : public Contender {
   std::uint64_t near_kv_bytes() const override {
     return engine_->plan().tiered() ? engine_->plan().near_bytes() : engine_->near().bytes_in_use();
   }
+  std::uint64_t far_kv_bytes() const override {
+    return engine_->plan().tiered() ? engine_->tiers().far().bytes_in_use() : 0;
+  }
+  std::uint64_t token_hash() const override { return hash_of(decoded_); }
+  Result<std::optional<Divergence>> divergence(std::span<const TokenId> tokens) override {
+    const bool full = !engine_->plan().tiered() || policy_ == Policy::kFull;
+    if (full || policy_ == Policy::kAuto) return std::nullopt;  // kAuto changes its way by time
+    Sequence& sequence = *sequences_[0];
+    const std::uint32_t depth = sequence.tokens();
+    if (ours_->reference_depth != depth || !std::ranges::equal(ours_->reference_tokens, tokens)) {
+      ours_->reference.clear();
+      if (Status status = engine_->set_selection(Policy::kFull, 1); !status)
+        return std::unexpected(status.error());
+      const auto done =
+          decode_forced(*engine_, sequence, {}, {}, tokens, [&](std::size_t, LogProbabilities row) {
+            ours_->reference.push_back(std::move(row));
+            return !interrupted();
+          });
+      if (!done) return std::unexpected(done.error());
+      if (Status status = sequence.truncate(depth); !status) return std::unexpected(status.error());
+      if (interrupted()) return std::nullopt;
+      ours_->reference_depth = depth;
+      ours_->reference_tokens.assign(tokens.begin(), tokens.end());
+    }
+    if (Status status = follow_policy(); !status) return std::unexpected(status.error());
+    Divergence sum;
+    const auto done = decode_forced(
+        *engine_, sequence, draft_, text(0), tokens,
+        [&](std::size_t i, const LogProbabilities& row) {
+          const LogProbabilities& reference = ours_->reference[i];
+          sum.kl_mean += kl_divergence(reference, row);
+          sum.same_top += likeliest(reference) == likeliest(row) ? 1.0 : 0.0;
+          ++sum.positions;
+          return !interrupted();
+        },
+        follower(0));
+    if (!done) return std::unexpected(done.error());
+    if (Status status = sequence.truncate(depth); !status) return std::unexpected(status.error());
+    if (interrupted()) return std::nullopt;
+    sum.kl_mean /= sum.positions;
+    sum.same_top /= sum.positions;
+    return sum;
+  }
   std::string choice() const override { return policy_ == Policy::kAuto ? chooser_.reason() : ""; }
   TierTotals totals() const override {
-    if (!engine_->plan().tiered()) return {};
+    if (!engine_->plan().tiered()) return {.kv_bytes = kv_bytes_};
     const StepStats& step = engine_->stats();
-    return {.stall_s = static_cast<double>(step.stall_ns) * 1e-9,
+    double selected = 0.0;
+    double predicted = 0.0;
+    for (const LayerRecall& layer : engine_->recall()) {
+      selected += static_cast<double>(layer.selected);
+      predicted += static_cast<double>(layer.predicted);
+    }
+    const auto attended = static_cast<double>(step.blocks_attended);
+    return {.kv_bytes = kv_bytes_ + attended * static_cast<double>(engine_->plan().geometry.block_bytes()),
+            .stall_s = static_cast<double>(step.stall_ns) * 1e-9,
             .select_s = static_cast<double>(step.rank_ns) * 1e-9,
             .read_bytes = static_cast<double>(engine_->tiers().transfers().stats().reads.bytes),
-            .blocks_attended = static_cast<double>(step.blocks_attended),
+            .blocks_attended = attended,
             .blocks_missed = static_cast<double>(step.blocks_missed),
             .blocks_late = static_cast<double>(step.blocks_late),
             .blocks_wasted = static_cast<double>(step.blocks_predicted - step.blocks_used),
             .guesses = static_cast<double>(drafts_.guesses),
-            .guesses_right = static_cast<double>(drafts_.right)};
+            .guesses_right = static_cast<double>(drafts_.right),
+            .selected = selected,
+            .predicted = predicted};
   }
 
  private:
@@ -89,12 +154,32 @@ class Ours final : public Contender {
     Draft draft;
     TokenId newest = 0;
     std::uint32_t left = 0;  // tokens
+    std::size_t number = 0;  // of its sequence
   };
 
   std::vector<TokenId>& text(std::uint32_t sequence) { return ours_->texts[sequence]; }
 
   std::shared_ptr<Follower> follower(std::size_t sequence) const {
     return ours_->followers.empty() ? nullptr : ours_->followers[sequence];
+  }
+
+  /// Adds what a step will read of window, windowed and dense layers; what it selects is counted elsewhere.
+  void note_attended(std::span<const Decoding> all) {
+    const MemoryPlan& plan = engine_->plan();
+    const TierOptions& tiers = engine_->options().tiers;
+    const std::size_t token_bytes = plan.geometry.token_bytes() / plan.geometry.layers;
+    const bool selects = plan.tiered() && policy_ != Policy::kFull;
+    for (const Decoding& one : all) {
+      if (one.left == 0) continue;
+      const std::uint32_t depth = one.sequence->tokens() + 1;
+      for (std::uint32_t layer = 0; layer < plan.geometry.layers; ++layer) {
+        const std::uint32_t sees = engine_->model().hyperparameters().window[layer];
+        std::uint32_t tokens = sees == 0 ? depth : std::min(depth, sees);
+        if (selects && plan.layers[layer].kind == LayerKind::kSelecting)
+          tokens = std::min(depth, tiers.sink_tokens + tiers.recent_tokens);
+        kv_bytes_ += static_cast<double>(tokens * token_bytes);
+      }
+    }
   }
 
   Status follow_policy() {
@@ -125,6 +210,7 @@ class Ours final : public Contender {
         if (drawn_as == DrawnAs::kGuess) return std::optional(token);
         one.newest = token;
         one.draft.remember(token);
+        decoded_[one.number].push_back(token);
         ++committed;
         return --one.left > 0 ? std::optional(token) : std::nullopt;
       });
@@ -144,7 +230,9 @@ class Ours final : public Contender {
   std::vector<StepGroup> groups_;
   std::vector<Decoding*> members_;  // of groups_
   DraftStats drafts_;
-  PolicyChooser chooser_;  // for Policy::kAuto
+  PolicyChooser chooser_;                      // for Policy::kAuto
+  std::vector<std::vector<TokenId>> decoded_;  // [sequence] by the last decode()
+  double kv_bytes_ = 0.0;
 };
 
 class Peer final : public Contender {
@@ -167,12 +255,16 @@ class Peer final : public Contender {
   }
   Status decode(std::span<const TokenId> first, std::uint32_t tokens) override {
     std::vector<TokenId> newest(first.begin(), first.end());
-    for (std::uint32_t step = 0; step < tokens; ++step) {
+    decoded_.assign(first.size(), {});
+    for (std::uint32_t step = 0; step < tokens && !interrupted(); ++step) {
+      kv_bytes_ += static_cast<double>(near_kv_bytes());
       const auto logits = llama_->decode(newest);
       if (!logits) return std::unexpected(logits.error());
       const std::size_t vocabulary = llama_->vocabulary();
-      for (std::size_t i = 0; i < newest.size(); ++i)
+      for (std::size_t i = 0; i < newest.size(); ++i) {
         newest[i] = likeliest(std::span(*logits + i * vocabulary, vocabulary));
+        decoded_[i].push_back(newest[i]);
+      }
     }
     return {};
   }
@@ -184,17 +276,22 @@ class Peer final : public Contender {
     for (std::uint32_t i = 0; i < sequences_; ++i) tokens += llama_->tokens(i);
     return tokens * token_bytes_;
   }
+  TierTotals totals() const override { return {.kv_bytes = kv_bytes_}; }
+  std::uint64_t token_hash() const override { return hash_of(decoded_); }
 
  private:
   std::unique_ptr<Libllama> llama_;
   std::size_t token_bytes_;
   std::uint32_t sequences_;
+  std::vector<std::vector<TokenId>> decoded_;  // [sequence] by the last decode()
+  double kv_bytes_ = 0.0;                      // as near_kv_bytes() counts them
 };
 
 }  // namespace
 
 TierTotals TierTotals::operator-(const TierTotals& before) const {
-  return {.stall_s = stall_s - before.stall_s,
+  return {.kv_bytes = kv_bytes - before.kv_bytes,
+          .stall_s = stall_s - before.stall_s,
           .select_s = select_s - before.select_s,
           .read_bytes = read_bytes - before.read_bytes,
           .blocks_attended = blocks_attended - before.blocks_attended,
@@ -202,7 +299,9 @@ TierTotals TierTotals::operator-(const TierTotals& before) const {
           .blocks_late = blocks_late - before.blocks_late,
           .blocks_wasted = blocks_wasted - before.blocks_wasted,
           .guesses = guesses - before.guesses,
-          .guesses_right = guesses_right - before.guesses_right};
+          .guesses_right = guesses_right - before.guesses_right,
+          .selected = selected - before.selected,
+          .predicted = predicted - before.predicted};
 }
 
 Result<std::shared_ptr<OurEngine>> OurEngine::create(const Model& model, const EngineOptions& options) {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -11,12 +12,14 @@
 #include "base/error.h"
 #include "decode/engine.h"
 #include "decode/follower.h"
+#include "divergence.h"
 #include "peer/libllama.h"
 
 namespace dualdecoder {
 
-/// Running totals of what the tiers did; zeros when there is only one.
+/// Running totals of what the tiers did; zeros when there is only one, but for kv_bytes.
 struct TierTotals {
+  double kv_bytes = 0.0;  // of tokens decoded one by one: keys and values that they attended to
   double stall_s = 0.0;
   double select_s = 0.0;  // ranking blocks
   double read_bytes = 0.0;
@@ -26,8 +29,17 @@ struct TierTotals {
   double blocks_wasted = 0.0;  // read ahead and not attended to, or not yet
   double guesses = 0.0;
   double guesses_right = 0.0;
+  double selected = 0.0;   // blocks that tokens' own queries select, where a correction ranks again
+  double predicted = 0.0;  // of these: those that had been chosen ahead
 
   TierTotals operator-(const TierTotals& before) const;
+};
+
+/// How far decoding is from full attention, on average over some positions.
+struct Divergence {
+  std::uint32_t positions = 0;
+  double kl_mean = 0.0;   // nats
+  double same_top = 0.0;  // share of positions where the likeliest token is the same
 };
 
 class Contender {
@@ -44,11 +56,20 @@ class Contender {
   /// Brings a sequence `tokens` further without computing them: ours by random KV, libllama's by copying
   /// sequence 0, which is further. False where that is not possible.
   virtual Result<bool> fill_synthetic(std::uint32_t sequence, std::uint32_t tokens) = 0;
-  /// `tokens` tokens for each sequence, the likeliest each time, beginning with first[sequence].
+  /// `tokens` tokens for each sequence, the likeliest each time, beginning with first[sequence]. Fewer when
+  /// interrupted().
   virtual Status decode(std::span<const TokenId> first, std::uint32_t tokens) = 0;
   virtual Status truncate(std::uint32_t sequence, std::uint32_t tokens) = 0;
   virtual std::uint64_t near_kv_bytes() const = 0;
+  virtual std::uint64_t far_kv_bytes() const { return 0; }
   virtual TierTotals totals() const { return {}; }
+  /// Of the tokens that the last decode() found, one sequence after the other.
+  virtual std::uint64_t token_hash() const = 0;
+  /// Puts `tokens` in at the end of sequence 0, as decoding does and with full attention, over the same KV.
+  /// Nothing where attention is full anyway, or when interrupted().
+  virtual Result<std::optional<Divergence>> divergence(std::span<const TokenId> /*tokens*/) {
+    return std::nullopt;
+  }
   /// What the policy auto chose and why; else empty.
   virtual std::string choice() const { return ""; }
 };
@@ -59,6 +80,10 @@ struct OurEngine {
   std::unique_ptr<Engine> engine;
   std::vector<std::unique_ptr<Sequence>> sequences;  // go before the engine
   std::vector<std::vector<TokenId>> texts;           // [sequence] its tokens, what n-grams are looked up in
+  // With full attention behind the first `reference_depth` tokens of sequence 0, for `reference_tokens`.
+  std::vector<LogProbabilities> reference = {};
+  std::vector<TokenId> reference_tokens = {};
+  std::uint32_t reference_depth = 0;
   std::vector<std::shared_ptr<Follower>>
       followers;  // [sequence] that have read them; empty without a draft model
 

@@ -78,4 +78,9 @@ Status NpyWriter::close() {
   return file_.close();
 }
 
+Status print_result(std::string_view text) {
+  if (std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0) return {};
+  return fail(ErrorCode::kIo, "cannot write the result to standard output: {}", errno_text(errno));
+}
+
 }  // namespace dualdecoder

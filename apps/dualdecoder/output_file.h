@@ -46,4 +46,7 @@ class NpyWriter {
   std::size_t rows_ = 0;
 };
 
+/// A command's result on stdout, all of it or an error.
+Status print_result(std::string_view text);
+
 }  // namespace dualdecoder

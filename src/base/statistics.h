@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 namespace dualdecoder {
@@ -11,6 +12,23 @@ inline double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
   const std::size_t middle = values.size() / 2;
   return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2.0;
+}
+
+struct Interval {
+  double low = 0.0;
+  double high = 0.0;
+};
+
+/// Of the share `successes` of `trials`, not 0, the interval that holds the true share in 95 % of all
+/// experiments (Wilson 1927).
+inline Interval wilson_interval(double successes, double trials) {
+  constexpr double kZ = 1.959964;
+  const double share = successes / trials;
+  const double shrink = 1.0 + kZ * kZ / trials;
+  const double middle = (share + kZ * kZ / (2.0 * trials)) / shrink;
+  const double half =
+      kZ / shrink * std::sqrt(share * (1.0 - share) / trials + kZ * kZ / (4.0 * trials * trials));
+  return {std::max(0.0, middle - half), std::min(1.0, middle + half)};
 }
 
 }  // namespace dualdecoder

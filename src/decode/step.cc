@@ -146,13 +146,14 @@ void Step::append(LayerIndex layer, const LayerRows& rows) {
       for (std::size_t i = next++; i < stretches_.size(); i = next++) store(stretches_[i]);
     });
   }
-  if (tiers_.selects(layer)) add_digests(layer);
+  if (tiers_.layer(layer).kind == LayerKind::kSelecting) add_digests(layer);
 }
 
-// Of the blocks that these rows have filled.
+// Of the blocks that these rows have filled, also while every block is attended to: a later step may select.
 void Step::add_digests(LayerIndex layer) {
   for (const Work& work : works()) {
-    if (!work.sequence->error()) work.sequence->add_digests(layer, work.next_position());
+    Sequence& sequence = *work.sequence;
+    if (sequence.digests() != nullptr && !sequence.error()) sequence.add_digests(layer, work.next_position());
   }
 }
 
