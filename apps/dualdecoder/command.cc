@@ -238,7 +238,7 @@ void print_short_plan(const Engine& engine) {
   fmt::print(stderr, "plan: near KV {} (window {}, selected {}, staging {}) | far KV {} in {} | digests {}\n",
              bytes(plan.near_bytes()), bytes(plan.near_window_bytes), bytes(plan.near_selected_bytes),
              bytes(plan.near_staging_bytes), bytes(plan.far_bytes), engine.tiers().far_description(),
-             bytes(plan.digest_bytes));
+             bytes(plan.digest_bytes + plan.kept_digest_bytes));
 }
 
 bool interrupted() { return interrupt_seen; }

@@ -30,8 +30,8 @@ Result<std::unique_ptr<PrefixStore>> open_prefix_store(const Tiers& tiers, std::
                                                  static_cast<std::uint64_t>(digests.kind),
                                                  static_cast<std::uint64_t>(digests.type),
                                                  selecting};
-  return PrefixStore::open(tiers.options().far.directory, hash_values(std::span<const std::uint64_t>(identity)),
-                           !tiers.file()->taken_up());
+  return PrefixStore::open(tiers.options().far.directory,
+                           hash_values(std::span<const std::uint64_t>(identity)), !tiers.file()->taken_up());
 }
 
 }  // namespace

@@ -174,7 +174,7 @@ class Planner {
     plan_.table_bytes = table_entries * kTableBytesPerBlock;
     if (selecting_ > 0 && tiers_.policy != Policy::kFull) {
       plan_.digest_bytes = sequences * Digests::bytes_for(plan_.geometry, tiers_.digests, context_blocks_);
-      if (tiers_.keep_prefixes) {
+      if (tiers_.keep_prefixes && tiers_.far.kind != FarKind::kFile) {
         plan_.kept_digest_bytes =
             plan_.far_pages * Digests::record_bytes(plan_.geometry, tiers_.digests, selecting_);
       }

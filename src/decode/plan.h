@@ -46,7 +46,7 @@ struct MemoryPlan {
   std::uint64_t near_staging_bytes = 0;
   std::uint64_t far_bytes = 0;
   std::uint64_t digest_bytes = 0;
-  std::uint64_t kept_digest_bytes = 0;  // of pages that no sequence uses, at most
+  std::uint64_t kept_digest_bytes = 0;  // of kept pages, at most; in a file's index otherwise
   std::uint64_t table_bytes = 0;        // block tables, checksums
   std::uint64_t draft_bytes = 0;        // KV of the draft model, all of it near; not in near_bytes()
 

@@ -66,8 +66,8 @@ class Sequence {
   Status adopt(std::span<const PageIndex> pages, std::span<const std::vector<std::byte>> digests);
   /// Its first blocks whose write to the far tier has ended well.
   std::uint32_t blocks_at_rest() const;
-  /// From now on the block, which is at rest, lies in `page`, which holds the same and is shared. False, and nothing
-  /// has changed, while it is being read.
+  /// From now on the block, which is at rest, lies in `page`, which holds the same and is shared. False, and
+  /// nothing has changed, while it is being read.
   bool try_share_page(BlockIndex block, PageIndex page);
   /// Waits for the writes asked for so far. An error is error().
   Status finish_writes() { return finish_transfers("a write"); }

@@ -280,6 +280,7 @@ HttpReply Api::Impl::props(const HttpRequest&) const {
         {"near_staging_bytes", plan.near_staging_bytes},
         {"far_bytes", plan.far_bytes},
         {"digest_bytes", plan.digest_bytes},
+        {"kept_digest_bytes", plan.kept_digest_bytes},
         {"table_bytes", plan.table_bytes}}}});
 }
 
