@@ -87,7 +87,7 @@ std::string fill_in(Random& random, std::string_view pattern) {
     }
     const std::string_view chosen = word(random, pattern[++i]);
     const bool vowel = std::string_view("aeiou").find(chosen.front()) != std::string_view::npos;
-    if (vowel && (text == "A " || text.ends_with(" a "))) text.insert(text.size() - 1, "n");
+    if (vowel && (text == "A " || text.ends_with(" a "))) text.insert(text.size() - 1, 1, 'n');
     text += chosen;
   }
   return text;
