@@ -4,8 +4,10 @@ SMOLLM2 := models/SmolLM2-135M-Instruct.Q4_1.gguf
 GEMMA3  := models/gemma-3-270m.Q4_K_M.gguf
 DEMO_QUESTION ?= What is the access code of the boathouse door?
 
-# CI refuses warnings; a user whose compiler is newer than ours should still get a build.
+# CI refuses warnings; a user whose compiler is newer than ours should still get a build. So should the sanitizers:
+# between their checks GCC takes sound code for overlaps and mismatches. Every file is built without them, too.
 WERROR := $(if $(filter true,$(CI)),ON,OFF)
+build/asan/build.ninja build/tsan/build.ninja: WERROR := OFF
 SOURCES = git ls-files -z --cached --others --exclude-standard -- '*.h' '*.cc'
 CLANG_FORMAT = xargs -0r clang-format-14
 
