@@ -47,17 +47,16 @@ PrefixCache::~PrefixCache() {
 Status PrefixCache::load() {
   const auto roots = store_->load_roots();
   if (!roots) return std::unexpected(roots.error());
+  std::set<PrefixNodeId> root_ids;
   for (const KeptRoot& root : *roots) {
     roots_.emplace(root.salt, root.id);
+    root_ids.insert(root.id);
     next_id_ = std::max(next_id_, root.id + 1);
   }
   auto pages = store_->load_pages();
   if (!pages) return std::unexpected(pages.error());
   const std::uint32_t pages_there = tiers_.file() == nullptr ? 0 : tiers_.file()->pages_reserved();
   std::vector<bool> taken(pages_there);
-  const auto is_root = [&](PrefixNodeId id) {
-    return std::ranges::any_of(*roots, [id](const KeptRoot& root) { return root.id == id; });
-  };
   std::vector<KeptPage> good;
   for (KeptPage& page : *pages) {
     next_id_ = std::max(next_id_, page.id + 1);
@@ -65,7 +64,7 @@ Status PrefixCache::load() {
     const bool fits = page.page.value < pages_there && !taken[page.page.value] &&
                       page.tokens.size() == tiers_.geometry().block_tokens &&
                       page.checksums.size() == tiers_.geometry().layers &&
-                      (nodes_.contains(page.parent) || is_root(page.parent));
+                      (nodes_.contains(page.parent) || root_ids.contains(page.parent));
     if (!fits) {  // nor do those behind it
       static_cast<void>(store_->remove(page.id));
       continue;
