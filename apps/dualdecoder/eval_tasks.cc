@@ -438,7 +438,7 @@ void add_markdown(const TaskEval& eval, const EvalOptions& options, std::string&
   }
 }
 
-Status check(const EvalOptions& options) {
+Status check_tasks(const EvalOptions& options) {
   for (const std::string& policy : options.policies) {
     if (policy != "auto") continue;
     return fail(ErrorCode::kInvalidArgument,
@@ -458,7 +458,7 @@ Status check(const EvalOptions& options) {
 
 Status eval_tasks(const EvalOptions& options, const Model& model, const EngineOptions& engine,
                   EvalReport& report) {
-  if (Status status = check(options); !status) return status;
+  if (Status status = check_tasks(options); !status) return status;
   auto log = CaseLog::open(options.results);
   if (!log) return std::unexpected(log.error());
   TaskEval eval(options, model, engine, *log);

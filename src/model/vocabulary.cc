@@ -90,7 +90,7 @@ Status check_tokenizer(const GgufFile& file, const llama_vocab* vocab) {
 
 // A character that no vocabulary has: U+10FFFD, for private use.
 constexpr std::string_view kGuard = "\xf4\x8f\xbf\xbd";
-constexpr std::size_t kPieceBytes = 1024;
+constexpr std::size_t kTextPieceBytes = 1024;
 
 constexpr bool is_continuation(char byte) { return (static_cast<unsigned char>(byte) & 0xC0) == 0x80; }
 
@@ -171,12 +171,12 @@ bool Vocabulary::may_cut_before(std::string_view text, std::size_t at) const {
 // text is cut before one, again and again. A guard in front of each piece but the first keeps libllama from
 // putting a space there; its tokens are dropped.
 std::vector<TokenId> Vocabulary::tokenize(std::string_view text, bool add_special, bool parse_special) const {
-  if (!cuts_ || text.size() <= kPieceBytes) return tokenize_at_once(text, add_special, parse_special);
+  if (!cuts_ || text.size() <= kTextPieceBytes) return tokenize_at_once(text, add_special, parse_special);
   std::vector<TokenId> tokens;
   if (add_special && llama_vocab_get_add_bos(vocab_)) tokens.push_back(llama_vocab_bos(vocab_));
   std::string piece;
   for (std::size_t begin = 0; begin < text.size();) {
-    std::size_t end = std::min(begin + kPieceBytes, text.size());
+    std::size_t end = std::min(begin + kTextPieceBytes, text.size());
     while (end < text.size() && !may_cut_before(text, end)) ++end;
     piece = begin == 0 ? "" : kGuard;
     piece += text.substr(begin, end - begin);

@@ -11,8 +11,8 @@ namespace {
 using nlohmann::ordered_json;
 
 // What is not UTF-8 (a token's piece can end within a character) becomes U+FFFD.
-std::string dump(const ordered_json& json) {
-  return json.dump(-1, ' ', false, ordered_json::error_handler_t::replace);
+std::string dump(const ordered_json& document) {
+  return document.dump(-1, ' ', false, ordered_json::error_handler_t::replace);
 }
 
 ordered_json bytes_of(const std::string& text) {

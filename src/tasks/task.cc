@@ -16,12 +16,13 @@
 namespace dualdecoder {
 namespace {
 
-constexpr std::array<std::pair<TaskKind, const char*>, 6> kNames = {{{TaskKind::kSingle, "single"},
-                                                                     {TaskKind::kMultiKey, "multi-key"},
-                                                                     {TaskKind::kMultiValue, "multi-value"},
-                                                                     {TaskKind::kTracking, "tracking"},
-                                                                     {TaskKind::kWords, "words"},
-                                                                     {TaskKind::kCopy, "copy"}}};
+constexpr std::array<std::pair<TaskKind, const char*>, 6> kTaskNames = {
+    {{TaskKind::kSingle, "single"},
+     {TaskKind::kMultiKey, "multi-key"},
+     {TaskKind::kMultiValue, "multi-value"},
+     {TaskKind::kTracking, "tracking"},
+     {TaskKind::kWords, "words"},
+     {TaskKind::kCopy, "copy"}}};
 
 constexpr std::uint32_t kOtherKeys = 3;
 constexpr std::uint32_t kValues = 4;
@@ -238,7 +239,7 @@ bool contains_word(const std::string& text, const std::string& word) {
 }  // namespace
 
 const char* task_name(TaskKind kind) {
-  for (const auto& [known, name] : kNames) {
+  for (const auto& [known, name] : kTaskNames) {
     if (known == kind) return name;
   }
   return "";
@@ -246,7 +247,7 @@ const char* task_name(TaskKind kind) {
 
 Result<TaskKind> parse_task(const std::string& name) {
   std::vector<std::string_view> all;
-  for (const auto& [kind, known] : kNames) {
+  for (const auto& [kind, known] : kTaskNames) {
     if (name == known) return kind;
     all.emplace_back(known);
   }

@@ -1,6 +1,7 @@
 // The two kinds of file port, for make_file_port() to choose from.
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <span>
 #include <string>
@@ -8,6 +9,9 @@
 #include "transfer/file_port.h"
 
 namespace dualdecoder {
+
+/// The longest single wait: what a clock can add to now.
+inline constexpr std::chrono::nanoseconds kFileWaitMax = std::chrono::hours(1);
 
 /// Fails (kUnsupported) with the system's reason where io_uring is refused or too old.
 Result<std::unique_ptr<Port>> make_uring_port(const FarFile& file, std::span<std::byte> near_memory,

@@ -18,8 +18,6 @@
 namespace dualdecoder {
 namespace {
 
-constexpr std::chrono::nanoseconds kWaitMax = std::chrono::hours(1);
-
 /// Signals are for the threads that know what to do with them: blocks all while threads are made.
 class SignalsBlocked {
  public:
@@ -139,7 +137,7 @@ std::size_t ThreadPort::wait(std::span<Completion> completions, std::chrono::nan
   if (count == completions.size() || operations_.in_flight() == 0) return count;
   std::unique_lock lock(mutex_);
   if (count == 0 && timeout > std::chrono::nanoseconds::zero()) {
-    const auto deadline = std::chrono::steady_clock::now() + std::min(timeout, kWaitMax);
+    const auto deadline = std::chrono::steady_clock::now() + std::min(timeout, kFileWaitMax);
     something_finished_.wait_until(lock, deadline, [this] { return !finished_.empty(); });
   }
   while (count < completions.size() && !finished_.empty()) {

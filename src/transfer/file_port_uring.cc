@@ -15,7 +15,6 @@ namespace {
 
 /// The kernel's limit for one registered buffer.
 constexpr std::size_t kRegisteredBytesMax = std::size_t{1} << 30;
-constexpr std::chrono::nanoseconds kWaitMax = std::chrono::hours(1);
 
 class UringPort final : public Port {
  public:
@@ -57,7 +56,7 @@ UringPort::~UringPort() {
   if (!started_) return;
   // The kernel still writes to near memory for what is in flight.
   Completion completion;
-  while (operations_.in_flight() > 0) wait({&completion, 1}, kWaitMax);
+  while (operations_.in_flight() > 0) wait({&completion, 1}, kFileWaitMax);
   io_uring_queue_exit(&ring_);
 }
 
@@ -172,7 +171,7 @@ std::size_t UringPort::poll(std::span<Completion> completions) {
 }
 
 std::size_t UringPort::wait(std::span<Completion> completions, std::chrono::nanoseconds timeout) {
-  const auto deadline = std::chrono::steady_clock::now() + std::min(timeout, kWaitMax);
+  const auto deadline = std::chrono::steady_clock::now() + std::min(timeout, kFileWaitMax);
   while (true) {
     const std::size_t count = poll(completions);
     if (count > 0 || completions.empty() || operations_.in_flight() == 0) return count;

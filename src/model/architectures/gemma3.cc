@@ -121,7 +121,7 @@ class Gemma3 final : public Architecture {
   float final_softcap_ = 0.0f;
 };
 
-const ArchitectureRegistration registration("gemma3", []() -> std::unique_ptr<Architecture> {
+const ArchitectureRegistration kGemma3("gemma3", []() -> std::unique_ptr<Architecture> {
   return std::make_unique<Gemma3>();
 });
 

@@ -91,7 +91,7 @@ class Llama final : public Architecture {
   std::uint32_t kv_heads_ = 0;
 };
 
-const ArchitectureRegistration registration("llama", []() -> std::unique_ptr<Architecture> {
+const ArchitectureRegistration kLlama("llama", []() -> std::unique_ptr<Architecture> {
   return std::make_unique<Llama>();
 });
 
