@@ -6,38 +6,48 @@ fifth client's prompt is computed. Against a running server:
 """
 
 import json
+import selectors
+import socket
 import statistics
 import sys
 import threading
 import time
+import urllib.parse
 import urllib.request
 
 STREAMS = 4
 
 
-class Stream(threading.Thread):
-    """A stream of tokens that goes on until it is told to end."""
+class Streams(threading.Thread):
+    """Streams of tokens that go on until they are told to end. One thread that does no more than note the times: the server
+    needs the CPUs."""
 
-    def __init__(self, base, index):
+    def __init__(self, base, count):
         super().__init__()
-        self.base, self.index, self.times, self.ended = base, index, [], False
+        self.times, self.ended = [[] for _ in range(count)], False
+        self.selector = selectors.DefaultSelector()
+        url = urllib.parse.urlsplit(base)
+        for i, times in enumerate(self.times):
+            body = json.dumps({"prompt": f"Story number {i}:", "max_tokens": 4000, "stream": True, "ignore_eos": True, "seed": i})
+            connection = socket.create_connection((url.hostname, url.port))
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall((head + body).encode())
+            self.selector.register(connection, selectors.EVENT_READ, times)
 
     def run(self):
-        body = {"prompt": f"Story number {self.index}:", "max_tokens": 4000, "stream": True, "ignore_eos": True, "seed": self.index}
-        request = urllib.request.Request(self.base + "/v1/completions", json.dumps(body).encode())
-        with urllib.request.urlopen(request) as response:
-            for line in response:
-                if line.startswith(b"data: {"):
-                    self.times.append(time.perf_counter())
-                if self.ended:
-                    return
+        while not self.ended:
+            for key, _ in self.selector.select(timeout=0.5):
+                data = key.fileobj.recv(65536)
+                if not data:
+                    self.selector.unregister(key.fileobj)
+                key.data.extend([time.perf_counter()] * data.count(b"data: {"))
 
 
 def gaps(streams, begin, end):
     """Milliseconds between tokens that came in [begin, end), ascending."""
     found = []
-    for stream in streams:
-        inside = [t for t in stream.times if begin <= t < end]
+    for times in streams.times:
+        inside = [t for t in times if begin <= t < end]
         found += [(b - a) * 1e3 for a, b in zip(inside, inside[1:])]
     return sorted(found)
 
@@ -50,10 +60,9 @@ def main():
     base, path = sys.argv[1:]
     with open(path) as file:
         text = file.read()
-    streams = [Stream(base, i) for i in range(STREAMS)]
-    for stream in streams:
-        stream.start()
-    while min(len(stream.times) for stream in streams) < 50:
+    streams = Streams(base, STREAMS)
+    streams.start()
+    while min(len(times) for times in streams.times) < 50:
         time.sleep(0.05)
     quiet_begin = time.perf_counter()
     time.sleep(5)
@@ -62,8 +71,7 @@ def main():
     with urllib.request.urlopen(urllib.request.Request(base + "/v1/completions", json.dumps(body).encode())) as response:
         usage = json.load(response)["usage"]
     end = time.perf_counter()
-    for stream in streams:
-        stream.ended = True
+    streams.ended = True
     quiet, busy = gaps(streams, quiet_begin, begin), gaps(streams, begin, end)
     median = statistics.median(quiet)
     print(f"undisturbed: median {median:.1f} ms, p99 {share(quiet, 0.99):.1f} ms, {len(quiet)} gaps")

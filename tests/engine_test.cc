@@ -118,7 +118,8 @@ TEST_F(EngineTest, RefusesAPromptAsLongAsTheContextBeforeAnyComputeAndNamesBothN
     expect_error(generation.error(), ErrorCode::kContextExceeded,
                  AllOf(HasSubstr(fmt::format("{} tokens", length)), HasSubstr("256")));
   }
-  EXPECT_EQ(std::accumulate(e->pass_ns().begin(), e->pass_ns().end(), std::uint64_t{0}), 0U);
+  const auto pass_ns = e->pass_ns();
+  EXPECT_EQ(std::accumulate(pass_ns.begin(), pass_ns.end(), std::uint64_t{0}), 0U);
   EXPECT_EQ(e->near().bytes_in_use(), 0U);
 }
 

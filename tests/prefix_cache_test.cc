@@ -67,8 +67,10 @@ class PrefixCacheTest : public TieredEngines, public testing::WithParamInterface
     Generation* const one = &generation;
     while (generation.running()) {
       const PromptPiece piece{.generation = one, .tokens = std::min(kTierChunk, generation.prompt_left())};
-      const Status status = generation.prompt_left() > 0 ? generator.step({}, std::span(&piece, 1))
-                                                         : generator.step(std::span(&one, 1));
+      const bool has_prompt = generation.prompt_left() > 0;
+      const Status status =
+          has_prompt ? generator.begin_prompts(std::span(&piece, 1)) : generator.step(std::span(&one, 1));
+      while (status && has_prompt && !generator.advance_prompts(1)) continue;
       DD_CHECK(status, "{}", status.error().message);
     }
     generator.keep_prefix(generation);

@@ -68,6 +68,7 @@ Result<EngineOptions> serve_engine_options(const ServeOptions& options, const Mo
   setup->sequences = options.sequences;
   if (Status status = choose_tiers(options.tiers, *setup); !status) return std::unexpected(status.error());
   setup->outputs_max = std::max(setup->outputs_max, 2 * options.sequences + 16);
+  setup->prompts_beside = true;
   TierOptions& tiers = setup->tiers;
   tiers.keep_prefixes = tiers.far.kind != FarKind::kNone;
   if (tiers.far_bytes_max == 0) tiers.far_bytes_max = default_far_bytes(*setup, model);

@@ -15,6 +15,12 @@ AnonymousMemory AnonymousMemory::map(std::size_t bytes) {
   return memory;
 }
 
+void AnonymousMemory::populate() const {
+#ifdef MADV_POPULATE_WRITE
+  if (data_ != nullptr) madvise(data_, bytes_, MADV_POPULATE_WRITE);
+#endif
+}
+
 AnonymousMemory::~AnonymousMemory() {
   if (data_ != nullptr) munmap(data_, bytes_);
 }

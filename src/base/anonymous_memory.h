@@ -21,6 +21,10 @@ class AnonymousMemory {
     return *this;
   }
 
+  /// Takes all of it now, so that no first write waits for the system. As far as the system can: the rest
+  /// comes as before.
+  void populate() const;
+
   std::byte* data() const { return data_; }
   std::size_t bytes() const { return bytes_; }
 

@@ -71,17 +71,54 @@ Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineO
     engine->prefixes_ = std::make_unique<PrefixCache>(*engine->tiers_, std::move(*store));
   }
 
-  const ForwardOptions forward_options{
-      .threads = options.threads,
-      .rows_max = std::max(options.prefill_chunk, options.outputs_max),
-      .outputs_max = options.outputs_max,
-      .batch_invariant = options.batch_invariant,
-      .next_query = plan->tiered() && options.tiers.policy == Policy::kPreviousLayer};
-  auto forward = Forward::create(model, forward_options);
-  if (!forward) return std::unexpected(forward.error());
-  engine->forward_ = std::move(*forward);
-  engine->step_ = std::make_unique<Step>(model, *engine->forward_, *engine->tiers_);
+  if (Status status = engine->make_lanes(); !status) return std::unexpected(status.error());
   return engine;
+}
+
+Status Engine::make_lanes() {
+  ForwardOptions options{.threads = options_.threads,
+                         .rows_max = std::max(options_.prefill_chunk, options_.outputs_max),
+                         .outputs_max = options_.outputs_max,
+                         .batch_invariant = options_.batch_invariant,
+                         .next_query = plan().tiered() && options_.tiers.policy == Policy::kPreviousLayer};
+  const auto make = [&](Lane& lane, std::uint32_t number, const Forward* beside) -> Status {
+    auto forward = Forward::create(model_, options, beside);
+    if (!forward) return std::unexpected(forward.error());
+    lane.forward = std::move(*forward);
+    lane.step = std::make_unique<Step>(model_, *lane.forward, *tiers_, number);
+    return {};
+  };
+  if (!options_.prompts_beside) return make(decoding_, 0, nullptr);
+  if (Status status = make(prompts_, 1, nullptr); !status) return status;
+  options.rows_max = options_.outputs_max;
+  return make(decoding_, 0, prompts_.forward.get());
+}
+
+template <typename Fn>
+void Engine::for_each_lane(const Fn& fn) const {
+  fn(decoding_);
+  if (prompts_.step) fn(prompts_);
+}
+
+StepStats Engine::stats() const {
+  StepStats sum;
+  for_each_lane([&](const Lane& lane) { sum += lane.step->stats(); });
+  return sum;
+}
+
+std::array<std::uint64_t, kPasses> Engine::pass_ns() const {
+  std::array<std::uint64_t, kPasses> sum{};
+  for_each_lane([&](const Lane& lane) {
+    for (std::size_t i = 0; i < kPasses; ++i) sum[i] += lane.step->pass_ns()[i];
+  });
+  return sum;
+}
+
+std::size_t Engine::activation_bytes() const {
+  std::size_t sum = draft_ ? draft_->activation_bytes() : 0;
+  for_each_lane(
+      [&](const Lane& lane) { sum += lane.forward->activation_bytes() + lane.step->carry_bytes(); });
+  return sum;
 }
 
 Result<std::unique_ptr<Sequence>> Engine::fork(Sequence& sequence, std::uint32_t tokens) {
@@ -195,6 +232,7 @@ Status Engine::check_room(const Sequence& sequence, std::size_t tokens) const {
 Result<const float*> Engine::prefill(Sequence& sequence, std::span<const TokenId> tokens,
                                      const Progress& progress) {
   if (Status status = check(sequence, tokens); !status) return std::unexpected(status.error());
+  DD_CHECK(!prompts_under_way_);
   const auto total = static_cast<std::uint32_t>(tokens.size());
   if (Status status = sequence.reserve_pages(sequence.tokens() + total); !status) {
     return std::unexpected(status.error());
@@ -206,7 +244,7 @@ Result<const float*> Engine::prefill(Sequence& sequence, std::span<const TokenId
                           .tokens = tokens.subspan(done, rows),
                           .logits = last ? LogitsWanted::kLast : LogitsWanted::kNone,
                           .prompt = true};
-    const float* logits = step_->run(std::span(&group, 1));
+    const float* logits = prompt_lane().step->run(std::span(&group, 1));
     if (sequence.error()) return std::unexpected(*sequence.error());
     done += rows;
     const bool go_on = !progress || progress(done);
@@ -217,15 +255,16 @@ Result<const float*> Engine::prefill(Sequence& sequence, std::span<const TokenId
   return nullptr;
 }
 
-Result<const float*> Engine::step(std::span<const StepGroup> groups) {
+// Checks `groups`, and sees to their pages.
+Status Engine::begin(const Lane& lane, std::span<const StepGroup> groups) {
   std::size_t rows = 0;
   std::size_t outputs = 0;
   for (const StepGroup& group : groups) {
-    if (Status status = check(group); !status) return std::unexpected(status.error());
+    if (Status status = check(group); !status) return status;
     rows += group.rows();
     outputs += group.logits_rows();
   }
-  const std::size_t rows_max = std::max(options_.prefill_chunk, options_.outputs_max);
+  const std::uint32_t rows_max = lane.forward->rows_max();
   if (rows == 0 || rows > rows_max || outputs > options_.outputs_max) {
     return fail(ErrorCode::kInvalidArgument,
                 "a step of {} rows, {} with logits: 1 to {} and up to {} are possible", rows, outputs,
@@ -236,7 +275,28 @@ Result<const float*> Engine::step(std::span<const StepGroup> groups) {
     const Status status = group.sequence->reserve_pages(group.sequence->tokens() + tokens);
     if (!status) group.sequence->residency().set_error(status.error());
   }
-  return step_->run(groups);
+  return {};
+}
+
+Result<const float*> Engine::step(std::span<const StepGroup> groups) {
+  DD_CHECK(!prompts_under_way_ || prompts_.step);
+  if (Status status = begin(decoding_, groups); !status) return std::unexpected(status.error());
+  return decoding_.step->run(groups);
+}
+
+Status Engine::begin_prompts(std::span<const StepGroup> groups) {
+  DD_CHECK(!prompts_under_way_);
+  if (Status status = begin(prompt_lane(), groups); !status) return status;
+  prompt_lane().step->begin(groups);
+  prompts_under_way_ = true;
+  return {};
+}
+
+std::optional<const float*> Engine::advance_prompts(std::uint32_t layers) {
+  DD_CHECK(prompts_under_way_ && layers > 0);
+  if (prompt_lane().step->advance(layers)) return std::nullopt;
+  prompts_under_way_ = false;
+  return prompt_lane().step->finish();
 }
 
 bool Engine::needs_prediction(const Sequence& sequence) const {

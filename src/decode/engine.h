@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -45,10 +46,20 @@ class Engine {
                                const Progress& progress = {});
 
   /// One step over several sequences, each with one or a few tokens, or one or none and a guess: at most
-  /// max(prefill_chunk, outputs_max) rows in all, of which outputs_max want logits. Checks like prefill; on
+  /// max(prefill_chunk, outputs_max) rows in all (outputs_max with EngineOptions::prompts_beside), of which
+  /// outputs_max want logits. Checks like prefill; on
   /// an error nothing has changed. Returns [wanted rows, vocabulary]. A sequence whose far tier failed or is
   /// full has an error() afterwards and meaningless logits; the others are as if it had not been there.
   Result<const float*> step(std::span<const StepGroup> groups);
+
+  /// A step over prompts that goes on in parts, so that others can be decoded in between: step() and the
+  /// other calls may come between these, for other sequences than those of `groups`; that needs
+  /// EngineOptions::prompts_beside. Checks and failures as in step(). Ends when advance_prompts() says so.
+  Status begin_prompts(std::span<const StepGroup> groups);
+  bool prompts_under_way() const { return prompts_under_way_; }
+  /// The next `layers` layers. Nothing while some are left; with the last one, what step() returns, valid
+  /// until the next step over prompts.
+  std::optional<const float*> advance_prompts(std::uint32_t layers);
 
   /// Whether the token behind the next one of `sequence` will find more blocks beside its window than it may
   /// select. Only then does a guess of it have anything to tell.
@@ -84,18 +95,28 @@ class Engine {
   const MemoryPlan& plan() const { return tiers_->plan(); }
   const Tiers& tiers() const { return *tiers_; }
   const NearTier& near() const { return tiers_->near(); }
-  const StepStats& stats() const { return step_->stats(); }
-  const Coverage& coverage() const { return step_->predictor().coverage(); }
-  std::span<const LayerRecall> recall() const { return step_->predictor().recall(); }
+  StepStats stats() const;
+  const Coverage& coverage() const { return decoding_.step->predictor().coverage(); }
+  std::span<const LayerRecall> recall() const { return decoding_.step->predictor().recall(); }
   /// Everything beside weights, KV, digests and tables: activations and what attention works in. With the
   /// draft's.
-  std::size_t activation_bytes() const {
-    return forward_->activation_bytes() + step_->carry_bytes() + (draft_ ? draft_->activation_bytes() : 0);
-  }
-  const std::array<std::uint64_t, kPasses>& pass_ns() const { return step_->pass_ns(); }
+  std::size_t activation_bytes() const;
+  std::array<std::uint64_t, kPasses> pass_ns() const;
 
  private:
+  // What one step needs to be under way.
+  struct Lane {
+    std::unique_ptr<Forward> forward;
+    std::unique_ptr<Step> step;
+  };
+
   Engine(const Model& model, const EngineOptions& options) : model_(model), options_(options) {}
+  Status make_lanes();
+  Lane& prompt_lane() { return prompts_.step ? prompts_ : decoding_; }
+  /// Of one or both lanes.
+  template <typename Fn>
+  void for_each_lane(const Fn& fn) const;
+  Status begin(const Lane& lane, std::span<const StepGroup> groups);
   Status check(const Sequence& sequence, std::span<const TokenId> tokens) const;
   Status check(const StepGroup& group) const;
   Status check_room(const Sequence& sequence, std::size_t tokens) const;
@@ -103,10 +124,10 @@ class Engine {
   const Model& model_;
   EngineOptions options_;
   std::unique_ptr<Engine> draft_;
-  std::unique_ptr<Forward> forward_;
-  std::unique_ptr<Step> step_;
-  std::unique_ptr<Tiers>
-      tiers_;  // goes before the step: it waits for late reads, of which that keeps the flags
+  Lane decoding_;
+  Lane prompts_;  // empty unless EngineOptions::prompts_beside
+  bool prompts_under_way_ = false;
+  std::unique_ptr<Tiers> tiers_;  // goes before the lanes: it waits for late reads, whose flags are theirs
   std::unique_ptr<PrefixCache> prefixes_;
 };
 

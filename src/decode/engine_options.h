@@ -16,6 +16,9 @@ struct EngineOptions {
   std::uint32_t outputs_max = 8;      // rows of one step that want logits; at least `sequences`
   std::uint32_t block_tokens = 32;    // 16, 32 or 64
   bool batch_invariant = false;       // see Forward
+  /// A prompt's step may pause between two layers while others decode (Engine::begin_prompts). Takes
+  /// activations and staging a second time.
+  bool prompts_beside = false;
   TierOptions tiers = {};
   DraftOptions draft = {};
 
@@ -24,6 +27,7 @@ struct EngineOptions {
     EngineOptions own = *this;
     own.outputs_max = sequences;
     own.tiers = {};
+    own.prompts_beside = false;
     own.draft = {};
     return own;
   }

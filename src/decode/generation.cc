@@ -168,8 +168,8 @@ Status Generator::prefill(Generation& generation, const Engine::Progress& progre
   return {};
 }
 
-Status Generator::step(std::span<Generation* const> running, std::span<const PromptPiece> prompts) {
-  if (!chooser_ || running.empty()) return run_step(running, prompts);
+Status Generator::step(std::span<Generation* const> running) {
+  if (!chooser_) return run_step(running);
   const auto tokens = [&] {
     std::size_t count = 0;
     for (const Generation* generation : running) count += generation->tokens_.size();
@@ -178,13 +178,13 @@ Status Generator::step(std::span<Generation* const> running, std::span<const Pro
   for (Generation* generation : running) generation->draft_.use(draft_of(chooser_->way()));
   const std::size_t before = tokens();
   const Stopwatch watch;
-  Status status = run_step(running, prompts);
+  Status status = run_step(running);
   // What a step costs beside a prompt says nothing about the way of decoding.
-  if (prompts.empty()) chooser_->note(watch.seconds(), static_cast<std::uint32_t>(tokens() - before));
+  if (pieces_.empty()) chooser_->note(watch.seconds(), static_cast<std::uint32_t>(tokens() - before));
   return status;
 }
 
-Status Generator::run_step(std::span<Generation* const> running, std::span<const PromptPiece> prompts) {
+Status Generator::run_step(std::span<Generation* const> running) {
   groups_.clear();
   members_.clear();
   for (Generation* generation : running) {
@@ -194,19 +194,6 @@ Status Generator::run_step(std::span<Generation* const> running, std::span<const
     groups_.push_back(generation->draft_.next(*generation->sequence_, generation->tokens_.back(),
                                               generation->wants_more_than_one()));
   }
-  const std::size_t decoding = members_.size();
-  for (const auto& [generation, tokens] : prompts) {
-    DD_CHECK(generation->running() && tokens > 0 && tokens <= generation->prompt_left());
-    if (generation->sequence_->error()) continue;
-    members_.push_back(generation);
-    const std::span<const TokenId> next = generation->next_tokens(tokens);
-    const bool draws = next.size() == generation->prompt_left() && generation->tokens_.empty();
-    const LogitsWanted logits = generation->options_.on_prompt_token ? LogitsWanted::kAll
-                                : draws                              ? LogitsWanted::kLast
-                                                                     : LogitsWanted::kNone;
-    groups_.push_back(
-        {.sequence = generation->sequence_.get(), .tokens = next, .logits = logits, .prompt = true});
-  }
   if (!groups_.empty()) {
     const auto logits = engine_.step(groups_);
     if (!logits) return std::unexpected(logits.error());
@@ -214,19 +201,57 @@ Status Generator::run_step(std::span<Generation* const> running, std::span<const
     for (std::size_t i = 0; i < members_.size(); ++i) {
       Generation& generation = *members_[i];
       const std::size_t rows = groups_[i].logits_rows();
-      if (generation.sequence_->error()) {
-        // Its rows mean nothing.
-      } else if (i < decoding) {
+      if (!generation.sequence_->error())
         generation.draft_.take(*generation.sequence_, row, draw_of(generation));
-      } else {
-        take_prompt_logits(generation, groups_[i].tokens, row);
-      }
       row += rows * engine_.model().vocabulary().size();
     }
   }
   for (Generation* generation : running) settle(*generation);
-  for (const PromptPiece& piece : prompts) settle(*piece.generation);
   return {};
+}
+
+Status Generator::begin_prompts(std::span<const PromptPiece> pieces) {
+  DD_CHECK(pieces_.empty() && !pieces.empty());
+  prompt_groups_.clear();
+  prompt_members_.clear();
+  for (const auto& [generation, tokens] : pieces) {
+    DD_CHECK(generation->running() && tokens > 0 && tokens <= generation->prompt_left());
+    if (generation->sequence_->error()) continue;
+    const std::span<const TokenId> next = generation->next_tokens(tokens);
+    const bool draws = next.size() == generation->prompt_left() && generation->tokens_.empty();
+    const LogitsWanted logits = generation->options_.on_prompt_token ? LogitsWanted::kAll
+                                : draws                              ? LogitsWanted::kLast
+                                                                     : LogitsWanted::kNone;
+    prompt_members_.push_back(generation);
+    prompt_groups_.push_back(
+        {.sequence = generation->sequence_.get(), .tokens = next, .logits = logits, .prompt = true});
+  }
+  if (!prompt_groups_.empty()) {
+    if (Status status = engine_.begin_prompts(prompt_groups_); !status) return status;
+  }
+  pieces_.assign(pieces.begin(), pieces.end());
+  return {};
+}
+
+bool Generator::advance_prompts(std::uint32_t layers) {
+  DD_CHECK(!pieces_.empty());
+  if (engine_.prompts_under_way()) {
+    const auto logits = engine_.advance_prompts(layers);
+    if (!logits) return false;
+    end_prompts(*logits);
+  }
+  for (const PromptPiece& piece : pieces_) settle(*piece.generation);
+  pieces_.clear();
+  return true;
+}
+
+// `logits`: of the rows of all that wanted any.
+void Generator::end_prompts(const float* logits) {
+  for (std::size_t i = 0; i < prompt_members_.size(); ++i) {
+    Generation& generation = *prompt_members_[i];
+    if (!generation.sequence_->error()) take_prompt_logits(generation, prompt_groups_[i].tokens, logits);
+    logits += prompt_groups_[i].logits_rows() * engine_.model().vocabulary().size();
+  }
 }
 
 // After a step: keeps what is full, or sees to what has failed.

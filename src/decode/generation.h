@@ -4,7 +4,10 @@
 //   generator.prefill(*generation, progress);                    // the prompt, and the first token
 //   while (running) generator.step(running);                     // a token for each, mostly
 //
-// Or piece by piece, beside others that decode: generator.step(running, {{generation, tokens}}).
+// Or piece by piece, and layer by layer, beside others that decode:
+//
+//   generator.begin_prompts({{generation, tokens}});
+//   do generator.step(others); while (!generator.advance_prompts(layers));
 //
 // A token is drawn from the logits of the row before it, with noise that belongs to its position, so its
 // value does not depend on which other generations share the step (as far as the logits do not; see
@@ -124,17 +127,23 @@ class Generator {
   /// An error means that nothing has changed.
   Status prefill(Generation& generation, const Engine::Progress& progress = {});
   /// One step in which each of `running` gets its next token; none where the step only finds a guess of it,
-  /// two where a guess was accepted. All are running and prefilled. Those of `prompts` get on with theirs,
-  /// and draw their first token with its end. An error means that nothing has changed; what goes wrong with
-  /// one of them alone ends that one as kError.
-  Status step(std::span<Generation* const> running, std::span<const PromptPiece> prompts = {});
+  /// two where a guess was accepted. All are running and prefilled. An error means that nothing has changed;
+  /// what goes wrong with one of them alone ends that one as kError.
+  Status step(std::span<Generation* const> running);
+  /// A step in which these get on with their prompts; with its end one draws its first token. They stay where
+  /// they are until advance_prompts() says that the step is over. For step() in between see
+  /// EngineOptions::prompts_beside. Errors like step().
+  Status begin_prompts(std::span<const PromptPiece> pieces);
+  /// The next `layers` layers of it; true with the last one.
+  bool advance_prompts(std::uint32_t layers);
   /// Keeps what is full of its sequence for later ones, after waiting for the writes. For one that has ended.
   void keep_prefix(Generation& generation);
   /// Null unless the engine's policy is kAuto.
   const PolicyChooser* chooser() const { return chooser_ ? &*chooser_ : nullptr; }
 
  private:
-  Status run_step(std::span<Generation* const> running, std::span<const PromptPiece> prompts);
+  Status run_step(std::span<Generation* const> running);
+  void end_prompts(const float* logits);
   void take_prompt_logits(Generation& generation, std::span<const TokenId> tokens, const float* logits);
   void end_prompt(Generation& generation, const float* logits);
   Status begin_sequence(Generation& generation);
@@ -151,7 +160,11 @@ class Generator {
   SamplerScratch scratch_;
   std::optional<PolicyChooser> chooser_;
   std::vector<StepGroup> groups_;
-  std::vector<Generation*> members_;  // of groups_, those of prompts last
+  std::vector<Generation*> members_;  // of groups_
+  // Of the step over prompts that is under way.
+  std::vector<PromptPiece> pieces_;
+  std::vector<StepGroup> prompt_groups_;
+  std::vector<Generation*> prompt_members_;  // of prompt_groups_
 };
 
 }  // namespace dualdecoder

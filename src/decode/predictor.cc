@@ -38,14 +38,15 @@ Predictor::Predictor(const Hyperparameters& model, const AttentionShape& shape, 
       ranker_(shape, tiers, forward),
       recall_(model.layers) {}
 
-void Predictor::begin(std::span<Work> works) {
+void Predictor::begin(std::span<Work> works, std::uint64_t step) {
   works_ = works;
+  step_ = step;
   for (const Work& work : works_) {
     // A prompt attends to no selection, and may need its slots for the blocks that it fills.
     if (!work.decodes()) work.sequence->residency().forget_wants();
     for (LayerIndex layer; layer.value < model_.layers; ++layer) {
-      keep_window_near(work, work.position, layer, tiers_.step());
-      if (work.decodes()) keep_selection_near(work, layer, tiers_.step());
+      keep_window_near(work, work.position, layer, step_);
+      if (work.decodes()) keep_selection_near(work, layer, step_);
     }
   }
 }
@@ -122,7 +123,7 @@ void Predictor::note_recall(LayerIndex layer) {
 // A selection that is about to be replaced: its blocks may go as soon as their slots are needed.
 void Predictor::unkeep_selection(const Work& work, LayerIndex layer) const {
   for (const BlockIndex block : work.sequence->selection(layer).blocks)
-    work.sequence->residency().unwant(layer, block, tiers_.step());
+    work.sequence->residency().unwant(layer, block, step_);
 }
 
 void Predictor::rank() {
@@ -158,7 +159,7 @@ void Predictor::select_ahead(LayerIndex layer, const LayerRows& rows) {
   }
   rank();
   for (Work& work : works_) {
-    if (work.decodes() && !work.sequence->error()) fetch_ahead(work, next, work.position, tiers_.step());
+    if (work.decodes() && !work.sequence->error()) fetch_ahead(work, next, work.position, step_);
   }
 }
 
@@ -185,8 +186,7 @@ void Predictor::predict(LayerIndex layer, const LayerRows& rows) {
       predicted_q_.insert(predicted_q_.end(), q, q + model_.query_width());  // the next layer writes over q
       continue;
     }
-    if (tiers_.layer(layer).ring == kNoRing)
-      fetch_ahead(work, layer, work.next_position(), tiers_.step() + 1);
+    if (tiers_.layer(layer).ring == kNoRing) fetch_ahead(work, layer, work.next_position(), step_ + 1);
   }
   if (predictions_.size() >= kRankedTogether * forward_.threads()) rank_predictions();
 }
@@ -197,7 +197,7 @@ bool Predictor::ranks_again(Selection& selection, LayerIndex layer, const Candid
   if (policy() == Policy::kLastSet) return ++selection.age >= kLastSetSteps;
   const std::uint64_t interval =
       1 + std::uint64_t{candidates.count()} * tiers_.geometry().block_tokens / kTokensPerInterval;
-  return (tiers_.step() + layer.value) % interval == 0;
+  return (step_ + layer.value) % interval == 0;
 }
 
 void Predictor::rank_predictions() {
@@ -219,7 +219,7 @@ void Predictor::rank_predictions() {
     const auto q = std::span(predicted_q_).subspan(i * width, width);
     if (compared) work.sequence->selection(prediction.layer).q.assign(q.begin(), q.end());
     if (!work.sequence->error() && tiers_.layer(prediction.layer).ring == kNoRing)
-      fetch_ahead(work, prediction.layer, work.next_position(), tiers_.step() + 1);
+      fetch_ahead(work, prediction.layer, work.next_position(), step_ + 1);
   }
   predictions_.clear();
   predicted_q_.clear();
@@ -241,7 +241,7 @@ void Predictor::turn_ring(LayerIndex layer) {
     if (work.sequence->error()) continue;
     work.sequence->residency().leave_ring(layer);
     if (!predicts(policy()) || !work.decodes() || !work.sequence->selection(next).valid) continue;
-    fetch_ahead(work, next, wraps ? work.next_position() : work.position, tiers_.step() + (wraps ? 1 : 0));
+    fetch_ahead(work, next, wraps ? work.next_position() : work.position, step_ + (wraps ? 1 : 0));
   }
 }
 

@@ -33,8 +33,8 @@ class Predictor {
             Streamer& streamer, StepStats& stats);
 
   /// A step with `works` begins, which stay until it ends: their windows and what is selected for them keep
-  /// their slots.
-  void begin(std::span<Work> works);
+  /// their slots. `step`: its number.
+  void begin(std::span<Work> works, std::uint64_t step);
   /// Before the layer's blocks are brought near. Sets Work::selecting.
   void select(LayerIndex layer, const LayerRows& rows);
   /// For the next step, when the layer has been attended to.
@@ -76,6 +76,7 @@ class Predictor {
   Ranker ranker_;
   std::vector<LayerRecall> recall_;  // [layer]
   std::span<Work> works_;            // of this step
+  std::uint64_t step_ = 0;           // its number
 
   // Reused from step to step.
   std::vector<RankRequest> rank_requests_;

@@ -33,12 +33,12 @@ std::uint32_t StepGroup::logits_rows() const {
   return 0;
 }
 
-Step::Step(const Model& model, Forward& forward, Tiers& tiers)
+Step::Step(const Model& model, Forward& forward, Tiers& tiers, std::uint32_t lane)
     : model_(model),
       forward_(forward),
       tiers_(tiers),
       shape_(attention_shape(model.hyperparameters(), tiers.geometry())),
-      streamer_(tiers),
+      streamer_(tiers, lane),
       predictor_(model.hyperparameters(), shape_, forward, tiers, streamer_, stats_) {
   if (!tiers.tiered()) return;
   carry_max_.resize(std::size_t{forward.rows_max()} * shape_.heads);
@@ -46,28 +46,43 @@ Step::Step(const Model& model, Forward& forward, Tiers& tiers)
 }
 
 const float* Step::run(std::span<const StepGroup> groups) {
-  LayerIndex layer;
-  const auto timed = [&](Pass pass, const auto& body) {
-    const auto index = static_cast<std::size_t>(pass);
-    const PassTimer timer(pass_ns_[index], trace(),
-                          {.name = kPassNames[index],
-                           .step = static_cast<std::int64_t>(tiers_.step()),
-                           .layer = static_cast<std::int64_t>(layer.value)});
-    return body();
-  };
-  timed(Pass::kBegin, [&] { begin(groups); });
-  const std::uint32_t layers = model_.hyperparameters().layers;
-  for (; layer.value < layers; ++layer) {
-    const LayerRows rows = timed(Pass::kProject, [&] { return forward_.project(layer); });
-    timed(Pass::kAppend, [&] { append(layer, rows); });
+  begin(groups);
+  advance(model_.hyperparameters().layers);
+  return finish();
+}
+
+template <typename Body>
+auto Step::timed(Pass pass, const Body& body) {
+  const auto index = static_cast<std::size_t>(pass);
+  const PassTimer timer(pass_ns_[index], trace(),
+                        {.name = kPassNames[index],
+                         .step = static_cast<std::int64_t>(step_),
+                         .layer = static_cast<std::int64_t>(layer_.value)});
+  return body();
+}
+
+void Step::begin(std::span<const StepGroup> groups) {
+  layer_ = LayerIndex(0);
+  timed(Pass::kBegin, [&] { begin_rows(groups); });
+}
+
+bool Step::advance(std::uint32_t layers) {
+  const std::uint32_t all = model_.hyperparameters().layers;
+  for (; layers > 0 && layer_.value < all; --layers, ++layer_) {
+    const LayerRows rows = timed(Pass::kProject, [&] { return forward_.project(layer_); });
+    timed(Pass::kAppend, [&] { append(layer_, rows); });
     // Without logits, nothing reads what the last layer attends to: its K and V are all that is wanted.
-    if (!attends_last_layer_ && layer.value + 1 == layers) break;
-    timed(Pass::kSelect, [&] { predictor_.select(layer, rows); });
-    timed(Pass::kArrive, [&] { arrive(layer); });
-    timed(Pass::kAttend, [&] { attend(layer, rows); });
-    timed(Pass::kPredict, [&] { predictor_.predict(layer, rows); });
-    if (tiers_.layer(layer).ring != kNoRing) timed(Pass::kPredict, [&] { predictor_.turn_ring(layer); });
+    if (!attends_last_layer_ && layer_.value + 1 == all) continue;
+    timed(Pass::kSelect, [&] { predictor_.select(layer_, rows); });
+    timed(Pass::kArrive, [&] { arrive(layer_); });
+    timed(Pass::kAttend, [&] { attend(layer_, rows); });
+    timed(Pass::kPredict, [&] { predictor_.predict(layer_, rows); });
+    if (tiers_.layer(layer_).ring != kNoRing) timed(Pass::kPredict, [&] { predictor_.turn_ring(layer_); });
   }
+  return layer_.value < all;
+}
+
+const float* Step::finish() {
   timed(Pass::kPredict, [&] { predictor_.rank_predictions(); });
   timed(Pass::kRetire, [&] { retire(); });
   if (output_rows_.empty()) return nullptr;
@@ -76,8 +91,8 @@ const float* Step::run(std::span<const StepGroup> groups) {
 
 // ---- begin
 
-void Step::begin(std::span<const StepGroup> groups) {
-  tiers_.begin_step();
+void Step::begin_rows(std::span<const StepGroup> groups) {
+  step_ = tiers_.begin_step();
   ++stats_.steps;
   tokens_.clear();
   positions_.clear();
@@ -87,7 +102,7 @@ void Step::begin(std::span<const StepGroup> groups) {
   if (work_.size() < works_) work_.resize(works_);
   for (std::size_t i = 0; i < works_; ++i) begin_work(groups[i], work_[i]);
   // What is near for this step is kept before new tokens take their slots.
-  if (tiers_.tiered()) predictor_.begin(works());
+  if (tiers_.tiered()) predictor_.begin(works(), step_);
   for (std::size_t i = 0; i < works_; ++i) take_rows(groups[i], work_[i]);
   attends_last_layer_ = !output_rows_.empty();
   forward_.begin(tokens_, positions_, output_rows_);
@@ -209,7 +224,7 @@ void Step::bring_near(Work& work, LayerIndex layer) {
   std::uint32_t missing = 0;
   for (const BlockIndex block : work.list.blocks) {
     if (!work.list.needed(block)) continue;
-    if (!residency.want(layer, block, tiers_.step())) {
+    if (!residency.want(layer, block, step_)) {
       ++missing;
       continue;
     }
@@ -224,12 +239,11 @@ void Step::bring_near(Work& work, LayerIndex layer) {
     stats_.blocks_missed += missing;
   }
   if (missing == 0) return;
-  work.streamed = !work.selecting || missing > residency.takeable(layer, tiers_.step(), PoolKind::kSelection);
+  work.streamed = !work.selecting || missing > residency.takeable(layer, step_, PoolKind::kSelection);
   if (work.streamed) return;
   for (const BlockIndex block : work.list.blocks) {
     if (residency.near(layer, block)) continue;
-    const auto slot =
-        residency.try_take(layer, block, SlotState::kLoading, tiers_.step(), PoolKind::kSelection);
+    const auto slot = residency.try_take(layer, block, SlotState::kLoading, step_, PoolKind::kSelection);
     DD_CHECK(slot, "layer {} block {}", layer.value, block.value);
     tiers_.transfers().read(residency, layer, block, work.sequence->page(block), Lane::kDemand);
   }

@@ -52,11 +52,19 @@ inline constexpr std::array<const char*, kPasses> kPassNames = {
 
 class Step {
  public:
-  Step(const Model& model, Forward& forward, Tiers& tiers);
+  /// `lane`: of staging, see Streamer. Steps of different lanes may be under way at once, with different
+  /// sequences.
+  Step(const Model& model, Forward& forward, Tiers& tiers, std::uint32_t lane);
 
   /// Computes and commits all rows. The sequences have pages for them. Returns the wanted logits, [wanted
   /// rows, vocabulary] in the order of the groups, valid until the next run; null when none are wanted.
   const float* run(std::span<const StepGroup> groups);
+  /// The same in parts: begin(), advance() until nothing is left, finish(). The sequences stay alive
+  /// meanwhile.
+  void begin(std::span<const StepGroup> groups);
+  /// The next `layers` layers, or what is left of them; returns whether more are left.
+  bool advance(std::uint32_t layers);
+  const float* finish();
 
   /// Nanoseconds spent in each pass since the start.
   const std::array<std::uint64_t, kPasses>& pass_ns() const { return pass_ns_; }
@@ -72,7 +80,9 @@ class Step {
     std::uint32_t position = 0;  // of that row
     std::uint32_t tokens = 0;
   };
-  void begin(std::span<const StepGroup> groups);
+  template <typename Body>
+  auto timed(Pass pass, const Body& body);
+  void begin_rows(std::span<const StepGroup> groups);
   void begin_work(const StepGroup& group, Work& work);
   void take_rows(const StepGroup& group, Work& work);
   void append(LayerIndex layer, const LayerRows& rows);
@@ -105,6 +115,8 @@ class Step {
   Predictor predictor_;
   std::array<std::uint64_t, kPasses> pass_ns_{};
   bool attends_last_layer_ = true;
+  std::uint64_t step_ = 0;  // its number
+  LayerIndex layer_;        // the next one, or the one under way
 
   // Reused from step to step.
   std::vector<TokenId> tokens_;

@@ -21,6 +21,20 @@ struct StepStats {
   std::uint64_t corrections = 0;     // layers ranked again with the token's own query
   std::uint64_t rank_ns = 0;         // ranking blocks
   std::uint64_t stall_ns = 0;        // waiting for the far tier
+
+  StepStats& operator+=(const StepStats& other) {
+    steps += other.steps;
+    blocks_attended += other.blocks_attended;
+    blocks_missed += other.blocks_missed;
+    blocks_late += other.blocks_late;
+    blocks_predicted += other.blocks_predicted;
+    blocks_used += other.blocks_used;
+    bytes_streamed += other.bytes_streamed;
+    corrections += other.corrections;
+    rank_ns += other.rank_ns;
+    stall_ns += other.stall_ns;
+    return *this;
+  }
 };
 
 /// One group of rows in this step, and in the present layer.

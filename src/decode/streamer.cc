@@ -6,11 +6,16 @@
 
 namespace dualdecoder {
 
-Streamer::Streamer(Tiers& tiers)
+Streamer::Streamer(Tiers& tiers, std::uint32_t lane)
     : tiers_(tiers),
-      half_slots_(tiers.plan().staging_slots / 2),
+      half_slots_(tiers.plan().staging_slots / tiers.plan().staging_lanes / 2),
+      first_slot_(half_slots_ == 0 ? 0 : tiers.near().staging_slot(lane * 2 * half_slots_).value),
       split_blocks_(kSplitKeys / tiers.geometry().block_tokens),
-      done_(std::make_unique<bool[]>(tiers.plan().staging_slots)) {}
+      done_(std::make_unique<bool[]>(std::size_t{2} * half_slots_)) {}
+
+SlotIndex Streamer::staging_slot(std::size_t half, std::uint32_t index) const {
+  return SlotIndex(first_slot_ + static_cast<std::uint32_t>(half) * half_slots_ + index);
+}
 
 void Streamer::add(Sequence& sequence, std::size_t group, LayerIndex layer, const BlockList& list) {
   streams_.push_back({.sequence = &sequence, .group = group, .layer = layer, .list = list});
@@ -55,8 +60,7 @@ void Streamer::cut_segment(Stream& stream, Segment& segment) {
         piece.slot = residency.slot(stream.layer, block);
       } else if (piece.needed) {
         piece.staged = true;
-        piece.slot =
-            tiers_.near().staging_slot(static_cast<std::uint32_t>(segment.half) * half_slots_ + staged++);
+        piece.slot = staging_slot(segment.half, staged++);
       }
       segment.pieces.push_back(piece);
     }
@@ -66,11 +70,10 @@ void Streamer::cut_segment(Stream& stream, Segment& segment) {
 
 void Streamer::start(Segment& segment) {
   Residency& residency = segment.sequence->residency();
-  const std::uint32_t first = tiers_.near().staging_slot(0).value;
   for (const Piece& piece : segment.pieces) {
     if (piece.staged) {
       tiers_.transfers().read_staged(residency, segment.layer, segment.sequence->page(piece.block),
-                                     piece.slot, done_[piece.slot.value - first]);
+                                     piece.slot, done(piece.slot));
       bytes_staged_ += tiers_.geometry().slot_bytes();
     } else if (piece.needed && residency.state(segment.layer, piece.block) == SlotState::kLoading) {
       tiers_.transfers().promote(residency, segment.layer, piece.block);
@@ -80,9 +83,8 @@ void Streamer::start(Segment& segment) {
 }
 
 bool Streamer::staged_ended(const Segment& segment) const {
-  const std::uint32_t first = tiers_.near().staging_slot(0).value;
   return std::all_of(segment.pieces.begin(), segment.pieces.end(),
-                     [&](const Piece& piece) { return !piece.staged || done_[piece.slot.value - first]; });
+                     [this](const Piece& piece) { return !piece.staged || done(piece.slot); });
 }
 
 bool Streamer::arrived(const Segment& segment) const {

@@ -35,7 +35,8 @@ class Streamer {
     std::vector<Piece> pieces;
   };
 
-  explicit Streamer(Tiers& tiers);
+  /// `lane`: which part of staging is its own, of MemoryPlan::staging_lanes.
+  Streamer(Tiers& tiers, std::uint32_t lane);
 
   /// Lists are served in the order in which they are added. The list is copied.
   void add(Sequence& sequence, std::size_t group, LayerIndex layer, const BlockList& list);
@@ -66,14 +67,18 @@ class Streamer {
   void free_late_halves();
   const Segment* give_up();
 
+  SlotIndex staging_slot(std::size_t half, std::uint32_t index) const;
+  bool& done(SlotIndex staged) const { return done_[staged.value - first_slot_]; }
+
   Tiers& tiers_;
   std::uint32_t half_slots_;
+  std::uint32_t first_slot_;
   std::uint32_t split_blocks_;
   std::deque<Stream> streams_;
   std::deque<Segment> ready_;
   std::vector<Segment> late_;  // given up, with reads that may still come; their sequence may be gone
   std::array<bool, 2> half_in_use_{};
-  std::unique_ptr<bool[]> done_;  // [staging slot]
+  std::unique_ptr<bool[]> done_;  // [staging slot of the lane]
   std::uint64_t bytes_staged_ = 0;
 };
 

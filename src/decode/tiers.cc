@@ -35,6 +35,9 @@ Result<std::unique_ptr<Tiers>> Tiers::create(const MemoryPlan& plan, const TierO
   tiers->near_ = std::move(*near);
   if (plan.tiered()) {
     if (Status status = tiers->open_far(weights_hash); !status) return std::unexpected(status.error());
+    // All of it will be in use, and a block that begins touches a place in every layer: a step would wait for
+    // as many pages.
+    tiers->near_->populate();
   }
   return tiers;
 }

@@ -71,9 +71,9 @@ class Tiers {
     transfers_->note_deadline_missed();
     residency.set_error(overdue(what));
   }
-  /// The number of the step under way or last done; what is wanted in it keeps its slot.
+  /// The number of the step last begun; what is wanted in a step keeps its slot in that.
   std::uint64_t step() const { return step_; }
-  void begin_step() { ++step_; }
+  std::uint64_t begin_step() { return ++step_; }
 
   /// Keeps the residency of a sequence that is gone until its last transfer has ended.
   void bury(std::unique_ptr<Residency> residency, std::vector<PageIndex> pages);

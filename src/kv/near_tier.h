@@ -75,6 +75,8 @@ class NearTier {
   std::byte* data(SlotIndex slot) const {
     return arena_.data() + std::size_t{slot.value} * geometry().slot_bytes();
   }
+  /// Takes its memory from the system now, not where a block is first stored.
+  void populate() const { arena_.populate(); }
   std::span<std::byte> arena() const { return {arena_.data(), bytes_capacity()}; }
 
   std::size_t bytes_capacity() const { return std::size_t{slots()} * geometry().slot_bytes(); }

@@ -22,15 +22,11 @@ ggml_tensor* storage_of(ggml_tensor* tensor) {
   return tensor->view_src == nullptr ? tensor : tensor->view_src;
 }
 
-struct ThreadpoolDeleter {
-  void operator()(ggml_threadpool* pool) const { ggml_threadpool_free(pool); }
-};
-
 }  // namespace
 
 // The fixed places in one host buffer. `x` twice: a layer reads one and writes the other.
 struct Forward::Places {
-  std::unique_ptr<ggml_threadpool, ThreadpoolDeleter> threadpool;  // outlives the graphs that run on it
+  std::shared_ptr<ggml_threadpool> threadpool;  // outlives the graphs that run on it
   ggml_backend_buffer_ptr buffer;
   std::byte* x[2] = {};              // f32 [rows_max, embedding]
   std::byte* q = nullptr;            // f32 [rows_max, heads, head_dim]
@@ -64,9 +60,10 @@ struct Forward::Graphs {
   ggml_cgraph* logits = nullptr;  // null without outputs
 };
 
-Result<std::unique_ptr<Forward>> Forward::create(const Model& model, const ForwardOptions& options) {
+Result<std::unique_ptr<Forward>> Forward::create(const Model& model, const ForwardOptions& options,
+                                                 const Forward* beside) {
   std::unique_ptr<Forward> forward(new Forward(model, options));
-  if (Status status = forward->allocate(); !status) return std::unexpected(status.error());
+  if (Status status = forward->allocate(beside); !status) return std::unexpected(status.error());
   return forward;
 }
 
@@ -79,14 +76,18 @@ Forward::~Forward() {
   backend_.reset();
 }
 
-Status Forward::allocate() {
+Status Forward::allocate(const Forward* beside) {
   DD_CHECK(options_.threads > 0 && options_.rows_max > 0 && options_.outputs_max > 0);
   options_.outputs_max = std::min(options_.outputs_max, options_.rows_max);
   backend_.reset(ggml_backend_cpu_init());
   if (!backend_) return fail(ErrorCode::kInternal, "ggml has no CPU backend");
   const auto threads = static_cast<int>(options_.threads);
-  ggml_threadpool_params pool_params = ggml_threadpool_params_default(threads);
-  places_->threadpool.reset(ggml_threadpool_new(&pool_params));
+  if (beside != nullptr) {
+    places_->threadpool = beside->places_->threadpool;
+  } else {
+    ggml_threadpool_params pool_params = ggml_threadpool_params_default(threads);
+    places_->threadpool.reset(ggml_threadpool_new(&pool_params), ggml_threadpool_free);
+  }
   ggml_backend_cpu_set_n_threads(backend_.get(), threads);
   ggml_backend_cpu_set_threadpool(backend_.get(), places_->threadpool.get());
 
@@ -140,7 +141,7 @@ Status Forward::allocate() {
                                      GGML_N_TASKS_MAX, this);
   parallel_graph_ = ggml_new_graph_custom(parallel_context_.get(), 8, false);
   ggml_build_forward_expand(parallel_graph_, node);
-  pin_threads();
+  if (beside == nullptr) pin_threads();
   return {};
 }
 

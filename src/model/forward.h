@@ -47,7 +47,9 @@ struct LayerRows {
 
 class Forward {
  public:
-  static Result<std::unique_ptr<Forward>> create(const Model& model, const ForwardOptions& options);
+  /// `beside`: one whose threads it uses too, when it is its turn; both belong to one engine thread.
+  static Result<std::unique_ptr<Forward>> create(const Model& model, const ForwardOptions& options,
+                                                 const Forward* beside = nullptr);
   ~Forward();
 
   /// `output_rows`: indices of the rows that want logits, ascending; may be empty.
@@ -74,7 +76,7 @@ class Forward {
   struct Places;
 
   Forward(const Model& model, const ForwardOptions& options);
-  Status allocate();
+  Status allocate(const Forward* beside);
   void pin_threads();
   Graphs& graphs_for(std::uint32_t rows, std::uint32_t outputs);
   std::unique_ptr<Graphs> build(std::uint32_t rows, std::uint32_t outputs);

@@ -11,7 +11,10 @@ namespace {
 
 constexpr double kNewestShare = 0.2;  // of a running mean
 // Steps of few different sizes, since each size has graphs of its own.
-constexpr std::uint32_t kPieceGrain = 8;
+constexpr std::uint32_t kPieceGrain = 16;
+// Of what a step may take longer: of a piece, for one layer. Less than all, so that one more often than none
+// fits.
+constexpr double kLayerShare = 0.8;
 
 }  // namespace
 
@@ -64,26 +67,43 @@ void Scheduler::admit() {
 }
 
 const Scheduler::Plan& Scheduler::plan() {
-  plan_.admitted.clear();
-  plan_.decoding.clear();
-  plan_.prompts.clear();
+  plan_ = {};
   admit();
   for (const auto& [id, job] : jobs_) {
     if (job.running && job.prompt_left == 0) plan_.decoding.push_back(id);
   }
-  const auto rows = static_cast<std::uint32_t>(plan_.decoding.size()) * options_.rows_each;
-  const std::uint32_t outputs = options_.outputs_max - std::min(rows, options_.outputs_max);
-  share_among_prompts(prompt_tokens_now(rows), outputs);
+  if (layers_left_ == 0) {
+    share_among_prompts(prompt_tokens_now(), options_.outputs_max);
+    step_tokens_ = 0;
+    for (const Piece& piece : plan_.prompts) step_tokens_ += piece.tokens;
+    if (step_tokens_ > 0) layers_left_ = options_.layers;
+  }
+  plan_.prompt_layers = layers_now();
   return plan_;
 }
 
-std::uint32_t Scheduler::prompt_tokens_now(std::uint32_t decoding_rows) const {
-  const std::uint32_t room = options_.rows_max - std::min(decoding_rows, options_.rows_max);
-  const std::uint32_t most = std::min(options_.prompt_tokens_max, room);
-  if (decoding_rows == 0) return most;
-  auto piece = static_cast<std::uint32_t>(piece_tokens_);
-  if (piece > kPieceGrain) piece -= piece % kPieceGrain;
-  return std::min(most, std::max(1U, piece));
+// Beside a step of those who decode; 0 where it is not known. Measured with as many of them, or more, or else
+// with fewer.
+double Scheduler::allowed_s() const {
+  auto alone = decode_s_.lower_bound(static_cast<std::uint32_t>(plan_.decoding.size()));
+  if (alone == decode_s_.end() && !decode_s_.empty()) --alone;
+  return alone == decode_s_.end() ? 0.0 : (options_.latency_ratio - 1.0) * alone->second;
+}
+
+std::uint32_t Scheduler::prompt_tokens_now() const {
+  if (plan_.decoding.empty()) return options_.prompt_tokens_max;
+  double tokens = kPieceTokensMin;
+  if (token_layer_s_ > 0.0) tokens = std::max(tokens, kLayerShare * allowed_s() / token_layer_s_);
+  if (tokens >= options_.prompt_tokens_max) return options_.prompt_tokens_max;
+  const auto whole = static_cast<std::uint32_t>(tokens);
+  return whole - whole % kPieceGrain;
+}
+
+std::uint32_t Scheduler::layers_now() const {
+  if (layers_left_ == 0 || plan_.decoding.empty()) return layers_left_;
+  const double layer_s = token_layer_s_ * step_tokens_;
+  const double fitting = layer_s > 0.0 ? allowed_s() / layer_s : 1.0;
+  return static_cast<std::uint32_t>(std::clamp(fitting, 1.0, static_cast<double>(layers_left_)));
 }
 
 // Half of it to the job admitted first, so that a long prompt moves on; the rest to those that are nearest to
@@ -133,27 +153,18 @@ void Scheduler::note_prompt(JobId id, std::uint32_t tokens) {
 
 void Scheduler::set_prompt_left(JobId id, std::uint32_t tokens) { jobs_.at(id).prompt_left = tokens; }
 
-void Scheduler::note_step(double seconds) {
+// What a step takes beside a prompt, whose layers leave the caches cold, is no measure of what it may take.
+void Scheduler::note_decoding(double seconds) {
+  if (plan_.prompt_layers > 0 && !decode_s_.empty()) return;
   const auto decoding = static_cast<std::uint32_t>(plan_.decoding.size());
-  if (decoding == 0) return;
-  if (plan_.prompts.empty()) {
-    const auto [mean, is_first] = decode_s_.try_emplace(decoding, seconds);
-    if (!is_first) mean->second += kNewestShare * (seconds - mean->second);
-    return;
-  }
-  // The time of a step with as many or more jobs that decode, if there was one; else with fewer.
-  auto alone = decode_s_.lower_bound(decoding);
-  if (alone == decode_s_.end() && !decode_s_.empty()) --alone;
-  if (alone == decode_s_.end()) return;
-  std::uint32_t tokens = 0;
-  for (const Piece& piece : plan_.prompts) tokens += piece.tokens;
-  const double allowed = (options_.latency_ratio - 1.0) * alone->second;
-  const double taken = std::max(seconds - alone->second, 1e-9);
-  const double fitting = tokens * std::clamp(allowed / taken, 0.5, 2.0);
-  // A last, short piece says nothing about longer ones.
-  if (tokens + 1.0 < piece_tokens_ && fitting < piece_tokens_ && taken < allowed) return;
-  piece_tokens_ +=
-      0.5 * (std::clamp(fitting, 1.0, static_cast<double>(options_.prompt_tokens_max)) - piece_tokens_);
+  const auto [mean, is_first] = decode_s_.try_emplace(decoding, seconds);
+  if (!is_first) mean->second += kNewestShare * (seconds - mean->second);
+}
+
+void Scheduler::note_layers(double seconds) {
+  const double measured = seconds / (static_cast<double>(plan_.prompt_layers) * step_tokens_);
+  token_layer_s_ += (token_layer_s_ > 0.0 ? kNewestShare : 1.0) * (measured - token_layer_s_);
+  layers_left_ -= plan_.prompt_layers;
 }
 
 }  // namespace dualdecoder

@@ -10,8 +10,10 @@
 // a job that fits at all is let in once those before it have ended: no deadlock, no starvation within a
 // priority. Rank: higher priority, then the client with the fewest running jobs, then arrival.
 //
-// Latency. While others decode, a step may take `latency_ratio` times as long as it takes without a prompt;
-// the length of a prompt's piece follows from what pieces have cost so far.
+// Latency. Prompts go through steps of their own, which pause between layers: beside each step of those who
+// decode, so many layers of a prompt's piece are computed that it all takes at most `latency_ratio` times as
+// long as the step alone. A piece is as long as one layer of it may take, by what layers have cost so far:
+// the longer, the fewer times the KV before it has to be brought near.
 //
 // Owned by the engine's thread.
 #pragma once
@@ -28,10 +30,9 @@ using JobId = std::uint64_t;
 
 struct SchedulerOptions {
   std::uint32_t running_max = 1;          // sequences of the engine
-  std::uint32_t rows_max = 512;           // of one step
-  std::uint32_t rows_each = 1;            // of a job that decodes; 2 with a guess
-  std::uint32_t outputs_max = 8;          // rows of one step that want logits
-  std::uint32_t prompt_tokens_max = 512;  // of one step
+  std::uint32_t layers = 1;               // of the model
+  std::uint32_t outputs_max = 8;          // rows of a step over prompts that want logits
+  std::uint32_t prompt_tokens_max = 512;  // of such a step
   double latency_ratio = 2.0;
   std::uint32_t block_tokens = 32;
   std::uint32_t pages_max = UINT32_MAX;  // of the far tier
@@ -47,16 +48,20 @@ struct JobShape {
 
 class Scheduler {
  public:
+  /// A piece beside others that decode is not made shorter than this: on a slow link it would never end.
+  static constexpr std::uint32_t kPieceTokensMin = 32;
+
   struct Piece {
     JobId job = 0;
     std::uint32_t tokens = 0;
   };
-  /// What the next step does; valid until the next call.
+  /// What to do next, in this order; valid until the next call.
   struct Plan {
-    std::vector<JobId> admitted;  // run from now on
-    std::vector<JobId> decoding;
-    std::vector<Piece> prompts;
-    bool idle() const { return decoding.empty() && prompts.empty(); }
+    std::vector<JobId> admitted;      // run from now on
+    std::vector<JobId> decoding;      // a step
+    std::vector<Piece> prompts;       // begin a step over prompts; empty while one is under way
+    std::uint32_t prompt_layers = 0;  // of that step; 0 when there is none
+    bool idle() const { return decoding.empty() && prompt_layers == 0; }
   };
 
   explicit Scheduler(const SchedulerOptions& options) : options_(options) {}
@@ -73,8 +78,12 @@ class Scheduler {
   void note_prompt(JobId id, std::uint32_t tokens);
   /// So many tokens are still to be computed before it decodes; more than before when it had to begin again.
   void set_prompt_left(JobId id, std::uint32_t tokens);
-  /// The planned step took so long.
-  void note_step(double seconds);
+  /// The planned step of those who decode took so long.
+  void note_decoding(double seconds);
+  /// So did the planned layers over prompts.
+  void note_layers(double seconds);
+  /// The planned step over prompts does not take place, or has ended early.
+  void drop_prompts() { layers_left_ = 0; }
 
   std::uint32_t waiting() const { return static_cast<std::uint32_t>(jobs_.size()) - running_; }
   std::uint32_t running() const { return running_; }
@@ -94,7 +103,9 @@ class Scheduler {
   }
   std::map<JobId, Job>::iterator first_in_queue();
   void admit();
-  std::uint32_t prompt_tokens_now(std::uint32_t decoding_rows) const;
+  double allowed_s() const;
+  std::uint32_t prompt_tokens_now() const;
+  std::uint32_t layers_now() const;
   void share_among_prompts(std::uint32_t tokens, std::uint32_t outputs);
 
   SchedulerOptions options_;
@@ -104,8 +115,11 @@ class Scheduler {
   std::uint32_t pages_reserved_ = 0;
   std::uint64_t admissions_ = 0;
   Plan plan_;
-  std::map<std::uint32_t, double> decode_s_;  // [jobs that decode] of a step without prompts
-  double piece_tokens_ = 16.0;                // of a step in which others decode
+  std::map<std::uint32_t, double> decode_s_;  // [jobs that decode] of a step
+  double token_layer_s_ = 0.0;                // of one token of a prompt in one layer; 0: not known yet
+  // Of the step over prompts that is under way.
+  std::uint32_t layers_left_ = 0;
+  std::uint32_t step_tokens_ = 0;
 };
 
 }  // namespace dualdecoder

@@ -1,7 +1,8 @@
 #include "serve/scheduler.h"
 
 #include <algorithm>
-#include <deque>
+#include <functional>
+#include <map>
 #include <random>
 #include <set>
 
@@ -13,6 +14,7 @@ namespace {
 
 using testing::ElementsAre;
 using testing::IsEmpty;
+using testing::Not;
 
 JobShape shape(std::uint32_t prompt, std::uint32_t tokens_max, const std::string& client = "a",
                std::int32_t priority = 0) {
@@ -25,26 +27,81 @@ std::vector<std::pair<JobId, std::uint32_t>> pieces(const Scheduler::Plan& plan)
   return list;
 }
 
-// What a step does to the jobs, except that nobody ends.
-void play(Scheduler& scheduler, double seconds) {
-  const Scheduler::Plan plan = scheduler.plan();
-  scheduler.note_step(seconds);
+// What the service does with plans, except that nobody ends. Times are the caller's.
+class Player {
+ public:
+  explicit Player(Scheduler& scheduler) : scheduler_(scheduler) {}
+
+  /// Returns the seconds that it all took.
+  double play(double decode_s, const std::function<double(std::uint32_t)>& layer_s) {
+    const Scheduler::Plan plan = scheduler_.plan();
+    double seconds = 0.0;
+    if (!plan.decoding.empty()) {
+      scheduler_.note_decoding(decode_s);
+      seconds += decode_s;
+    }
+    if (!plan.prompts.empty()) pieces_ = plan.prompts;
+    if (plan.prompt_layers == 0) return seconds;
+    const double layers_s = plan.prompt_layers * layer_s(tokens());
+    scheduler_.note_layers(layers_s);
+    layers_ += plan.prompt_layers;
+    if (layers_ == kLayers) {
+      for (const auto& [job, tokens] : pieces_) scheduler_.note_prompt(job, tokens);
+      layers_ = 0;
+    }
+    return seconds + layers_s;
+  }
+  /// Of the step over prompts.
+  std::uint32_t tokens() const {
+    std::uint32_t sum = 0;
+    for (const auto& [job, tokens] : pieces_) sum += tokens;
+    return sum;
+  }
+
+  static constexpr std::uint32_t kLayers = 12;
+
+ private:
+  Scheduler& scheduler_;
+  std::vector<Scheduler::Piece> pieces_;
+  std::uint32_t layers_ = 0;
+};
+
+// The planned step over prompts, as a whole.
+void compute_prompts(Scheduler& scheduler, const Scheduler::Plan& plan) {
+  if (plan.prompt_layers == 0) return;
+  scheduler.note_layers(1e-3);
   for (const auto& [job, tokens] : plan.prompts) scheduler.note_prompt(job, tokens);
 }
 
 TEST(Scheduler, ComputesAPromptInPiecesAndThenDecodes) {
-  Scheduler scheduler({.running_max = 2, .prompt_tokens_max = 100});
+  Scheduler scheduler({.running_max = 2, .layers = 5, .prompt_tokens_max = 100});
   scheduler.add(1, shape(250, 300));
-  EXPECT_THAT(pieces(scheduler.plan()), ElementsAre(std::pair(1, 100)));
-  EXPECT_THAT(scheduler.plan().admitted, IsEmpty());
-  scheduler.note_prompt(1, 100);
-  scheduler.note_prompt(1, 100);
-  EXPECT_THAT(pieces(scheduler.plan()), ElementsAre(std::pair(1, 50)));
-  scheduler.note_prompt(1, 50);
+  for (const std::uint32_t piece : {100U, 100U, 50U}) {
+    const Scheduler::Plan plan = scheduler.plan();
+    EXPECT_THAT(pieces(plan), ElementsAre(std::pair(1, piece)));
+    EXPECT_EQ(plan.prompt_layers, 5U);
+    compute_prompts(scheduler, plan);
+  }
   EXPECT_THAT(scheduler.plan().decoding, ElementsAre(1));
-  EXPECT_TRUE(scheduler.plan().prompts.empty());
+  EXPECT_EQ(scheduler.plan().prompt_layers, 0U);
   scheduler.remove(1);
   EXPECT_TRUE(scheduler.plan().idle());
+}
+
+TEST(Scheduler, BeginsNoOtherStepOverPromptsWhileOneIsUnderWay) {
+  Scheduler scheduler({.running_max = 3, .layers = 4, .prompt_tokens_max = 100});
+  scheduler.add(1, shape(1, 100));
+  compute_prompts(scheduler, scheduler.plan());
+  scheduler.add(2, shape(50, 60));
+  EXPECT_THAT(pieces(scheduler.plan()), ElementsAre(std::pair(2, 32)));
+  EXPECT_EQ(scheduler.plan().prompt_layers, 1U) << "what a layer costs beside it is not known yet";
+  scheduler.note_layers(1e-3);
+  scheduler.add(3, shape(50, 60));
+  EXPECT_THAT(pieces(scheduler.plan()), IsEmpty());
+  scheduler.drop_prompts();
+  EXPECT_THAT(pieces(scheduler.plan()), Not(IsEmpty()));
+  scheduler.remove(1);
+  EXPECT_EQ(scheduler.plan().prompt_layers, 4U) << "nobody decodes: all that is left";
 }
 
 TEST(Scheduler, LetsInHigherPriorityThenTheClientWithFewerRunningThenTheEarlier) {
@@ -95,40 +152,49 @@ TEST(Scheduler, GivesHalfToTheOldestPromptAndTheRestToTheShortest) {
 }
 
 TEST(Scheduler, AsksForNoMoreLogitsThanAStepHas) {
-  Scheduler scheduler({.running_max = 3, .rows_each = 2, .outputs_max = 5, .prompt_tokens_max = 100});
-  scheduler.add(1, shape(1, 100));
-  scheduler.note_prompt((scheduler.plan(), 1), 1);
+  Scheduler scheduler({.running_max = 3, .outputs_max = 3, .prompt_tokens_max = 100});
   JobShape wants_all = shape(50, 60);
   wants_all.prompt_logits = true;
-  scheduler.add(2, wants_all);
-  scheduler.add(3, shape(8, 60));
-  // Two of the five go to job 1 and its guess, three to job 2: nothing is left for the end of job 3's prompt.
-  EXPECT_THAT(pieces(scheduler.plan()), ElementsAre(std::pair(2, 3), std::pair(3, 7)));
+  scheduler.add(1, wants_all);
+  scheduler.add(2, shape(8, 60));
+  // All three go to job 1: nothing is left for the end of job 2's prompt.
+  EXPECT_THAT(pieces(scheduler.plan()), ElementsAre(std::pair(1, 3), std::pair(2, 7)));
 }
 
-TEST(Scheduler, KeepsStepsBesideDecodingNearTheAllowedMultipleWhateverAPromptTokenCosts) {
-  for (const double token_s : {1e-5, 2e-4, 3e-3}) {
-    Scheduler scheduler({.running_max = 2, .latency_ratio = 2.0});
-    scheduler.add(1, shape(1, 8000));
-    scheduler.note_prompt((scheduler.plan(), 1), 1);
-    for (int i = 0; i < 20; ++i) play(scheduler, 0.010);
-    scheduler.add(2, shape(100'000, 100'001));
-    std::uint32_t tokens = 0;
-    for (int i = 0; i < 60; ++i) {
-      const Scheduler::Plan plan = scheduler.plan();
-      ASSERT_THAT(plan.decoding, ElementsAre(1));
-      ASSERT_EQ(plan.prompts.size(), 1U);
-      tokens = plan.prompts[0].tokens;
-      const double seconds = 0.010 + tokens * token_s;
-      if (i >= 20) {
-        EXPECT_LE(seconds, 0.024) << token_s;
+TEST(Scheduler, KeepsStepsBesideDecodingNearTheAllowedMultipleWhateverALayerCosts) {
+  constexpr double kDecodeSeconds = 0.010;
+  for (const double token_s : {1e-7, 1e-5, 2e-4}) {
+    for (const double fixed_s : {0.0, 0.002}) {
+      const auto layer_s = [&](std::uint32_t tokens) { return fixed_s + tokens * token_s; };
+      Scheduler scheduler({.running_max = 2, .layers = Player::kLayers, .latency_ratio = 2.0});
+      Player player(scheduler);
+      scheduler.add(1, shape(1, 8000));
+      for (int i = 0; i < 20; ++i) player.play(kDecodeSeconds, layer_s);
+      scheduler.add(2, shape(1'000'000, 1'000'001));
+      for (int i = 0; i < 400; ++i) {
+        const double seconds = player.play(kDecodeSeconds, layer_s);
+        if (i >= 100) {
+          EXPECT_LE(seconds, 2.2 * kDecodeSeconds) << token_s << ' ' << fixed_s;
+        }
       }
-      scheduler.note_step(seconds);
-      scheduler.note_prompt(2, tokens);
+      const double most = std::min(512.0, (kDecodeSeconds - fixed_s) / token_s);
+      EXPECT_GE(player.tokens(), most * 0.5) << token_s << ' ' << fixed_s;
     }
-    const double most = std::min(512.0, 0.010 / token_s);
-    EXPECT_GE(tokens, std::max(1.0, most * 0.5)) << token_s;
   }
+}
+
+TEST(Scheduler, GetsOnWithAPromptThatIsDearerThanAllowed) {
+  const auto layer_s = [](std::uint32_t tokens) { return 0.050 + tokens * 1e-3; };
+  Scheduler scheduler({.running_max = 2, .layers = Player::kLayers, .latency_ratio = 2.0});
+  Player player(scheduler);
+  scheduler.add(1, shape(1, 8000));
+  for (int i = 0; i < 20; ++i) player.play(0.010, layer_s);
+  scheduler.add(2, shape(320, 400));
+  for (std::uint32_t i = 0; i < 10 * Player::kLayers; ++i) {
+    player.play(0.010, layer_s);
+    EXPECT_EQ(player.tokens(), Scheduler::kPieceTokensMin);
+  }
+  EXPECT_THAT(scheduler.plan().decoding, ElementsAre(1, 2));
 }
 
 // Every order in which up to four jobs of all shapes can arrive, with every number of pages and places: each
@@ -156,7 +222,7 @@ TEST(Scheduler, LetsEveryJobThatFitsGetThroughInEverySmallCase) {
           ASSERT_FALSE(plan.idle());
           ASSERT_LE(scheduler.running(), places);
           ASSERT_LE(scheduler.pages_reserved(), pages);
-          for (const auto& [job, tokens] : plan.prompts) scheduler.note_prompt(job, tokens);
+          compute_prompts(scheduler, plan);
           for (const JobId job : plan.decoding) {
             if (answer[job] > 0 && --answer[job] > 0) continue;
             scheduler.remove(job);

@@ -48,6 +48,7 @@ TokenLogprob logprob_of(TokenId token, std::span<const float> row, std::uint32_t
 // A job that was taken from the inbox.
 struct Service::Running {
   Job job;
+  bool cancelled = false;
   Clock::time_point arrived = Clock::now();
   Clock::time_point admitted = {};
   Clock::time_point first_token = {};
@@ -103,8 +104,7 @@ void Service::run(const EngineOptions& engine_options, std::promise<Status> crea
         std::min<std::uint64_t>(capacity_, std::uint64_t{memory.far_pages} * made.block_tokens));
   scheduler_ = std::make_unique<Scheduler>(
       SchedulerOptions{.running_max = made.sequences,
-                       .rows_max = std::max(made.prefill_chunk, made.outputs_max),
-                       .rows_each = made.draft.kind == DraftKind::kNone ? 1U : 2U,
+                       .layers = model_.hyperparameters().layers,
                        .outputs_max = made.outputs_max,
                        .prompt_tokens_max = std::min(options_.prompt_tokens_max, made.prefill_chunk),
                        .latency_ratio = options_.latency_ratio,
@@ -218,9 +218,17 @@ void Service::loop() {
     const Scheduler::Plan& plan = scheduler_->plan();
     admitted_.insert(admitted_.end(), plan.admitted.begin(), plan.admitted.end());
     start_admitted();
-    step(plan);
+    bool worked = decode(plan.decoding);
+    if (!plan.prompts.empty() && !begin_prompts(plan.prompts)) scheduler_->drop_prompts();
+    if (!prompt_jobs_.empty()) {
+      advance_prompts(plan.prompt_layers);
+      worked = true;
+    }
+    // Where only jobs run that cannot start yet.
+    if (!worked && scheduler_->running() > 0) std::this_thread::sleep_for(kStartRetry);
     publish_state();
   }
+  if (!prompt_jobs_.empty()) advance_prompts(model_.hyperparameters().layers);
   while (!jobs_.empty()) {
     const JobId id = jobs_.begin()->first;
     end(id, FinishReason::kAbort, {});
@@ -257,7 +265,15 @@ bool Service::take_inbox() {
     jobs_.emplace(id, std::move(running));
   }
   for (const JobId id : cancelled) {
-    if (jobs_.contains(id)) end(id, FinishReason::kAbort, {});
+    const auto job = jobs_.find(id);
+    if (job == jobs_.end()) continue;
+    const bool computed = std::any_of(prompt_jobs_.begin(), prompt_jobs_.end(),
+                                      [&](const PromptJob& member) { return member.job == id; });
+    if (computed) {
+      job->second->cancelled = true;  // ends with the step
+    } else {
+      end(id, FinishReason::kAbort, {});
+    }
   }
   return !stopping;
 }
@@ -302,51 +318,77 @@ bool Service::start(JobId id, Running& running) {
   return true;
 }
 
-void Service::step(const Scheduler::Plan& plan) {
+// Null for one that has no place yet, or has ended since it was planned.
+Generation* Service::generation_of(JobId id) const {
+  const auto job = jobs_.find(id);
+  return job == jobs_.end() ? nullptr : job->second->generation.get();
+}
+
+// Whether there was anybody to decode.
+bool Service::decode(const std::vector<JobId>& jobs) {
   std::vector<JobId> members;
-  std::vector<std::uint32_t> left;  // of pieces_, before the step
-  decoding_.clear();
-  pieces_.clear();
-  const auto generation_of = [&](JobId id) -> Generation* {
-    const auto job = jobs_.find(id);
-    return job == jobs_.end() ? nullptr : job->second->generation.get();
-  };
-  for (const JobId id : plan.decoding) {
-    if (Generation* generation = generation_of(id)) {
-      decoding_.push_back(generation);
-      members.push_back(id);
-    }
+  std::vector<Generation*> generations;
+  for (const JobId id : jobs) {
+    Generation* const generation = generation_of(id);
+    if (generation == nullptr) continue;
+    members.push_back(id);
+    generations.push_back(generation);
   }
-  for (const auto& [id, tokens] : plan.prompts) {
-    if (Generation* generation = generation_of(id)) {
-      pieces_.push_back({.generation = generation, .tokens = std::min(tokens, generation->prompt_left())});
-      members.push_back(id);
-      left.push_back(generation->prompt_left());
-    }
-  }
-  if (members.empty()) {
-    // Only jobs that cannot start yet.
-    if (scheduler_->running() > 0) std::this_thread::sleep_for(kStartRetry);
-    return;
-  }
+  if (members.empty()) return false;
   const Clock::time_point begin = Clock::now();
-  const Status status = generator_->step(decoding_, pieces_);
+  const Status status = generator_->step(generations);
   if (!status) {
     for (const JobId id : members) end(id, FinishReason::kError, status.error());
-    return;
+    return true;
   }
-  scheduler_->note_step(seconds_between(begin, Clock::now()));
-  for (std::size_t i = 0; i < members.size(); ++i) {
-    Running& running = *jobs_.at(members[i]);
-    const std::uint32_t still_left = running.generation->prompt_left();
-    const std::uint32_t before = i < decoding_.size() ? 0 : left[i - decoding_.size()];
-    if (still_left < before) metrics_.note_prompt_tokens(before - still_left);
-    scheduler_->set_prompt_left(members[i], still_left);
-    if (running.generation->running()) {
-      tell(running);
+  scheduler_->note_decoding(seconds_between(begin, Clock::now()));
+  for (const JobId id : members) settle(id);
+  return true;
+}
+
+// Whether there is now a step over prompts.
+bool Service::begin_prompts(const std::vector<Scheduler::Piece>& pieces) {
+  std::vector<PromptPiece> prompts;
+  for (const auto& [id, tokens] : pieces) {
+    Generation* const generation = generation_of(id);
+    if (generation == nullptr) continue;
+    prompts.push_back({.generation = generation, .tokens = std::min(tokens, generation->prompt_left())});
+    prompt_jobs_.push_back({.job = id, .left = generation->prompt_left()});
+  }
+  if (prompts.empty()) return false;
+  const Status status = generator_->begin_prompts(prompts);
+  if (status) return true;
+  for (const PromptJob& failed : std::exchange(prompt_jobs_, {}))
+    end(failed.job, FinishReason::kError, status.error());
+  return false;
+}
+
+void Service::advance_prompts(std::uint32_t layers) {
+  const Clock::time_point begin = Clock::now();
+  const bool over = generator_->advance_prompts(layers);
+  scheduler_->note_layers(seconds_between(begin, Clock::now()));
+  if (!over) return;
+  scheduler_->drop_prompts();
+  for (const PromptJob& member : std::exchange(prompt_jobs_, {})) {
+    const std::uint32_t left = jobs_.at(member.job)->generation->prompt_left();
+    if (left < member.left) metrics_.note_prompt_tokens(member.left - left);
+    if (jobs_.at(member.job)->cancelled) {
+      end(member.job, FinishReason::kAbort, {});
     } else {
-      end(members[i], running.generation->finish_reason(), running.generation->error());
+      settle(member.job);
     }
+  }
+}
+
+// After a step: tells what is new, and ends what has ended.
+void Service::settle(JobId id) {
+  Running& running = *jobs_.at(id);
+  const Generation& generation = *running.generation;
+  scheduler_->set_prompt_left(id, generation.prompt_left());
+  if (generation.running()) {
+    tell(running);
+  } else {
+    end(id, generation.finish_reason(), generation.error());
   }
 }
 

@@ -75,7 +75,11 @@ class Service {
   void loop();
   bool take_inbox();
   void start_admitted();
-  void step(const Scheduler::Plan& plan);
+  bool decode(const std::vector<JobId>& jobs);
+  bool begin_prompts(const std::vector<Scheduler::Piece>& pieces);
+  void advance_prompts(std::uint32_t layers);
+  void settle(JobId id);
+  Generation* generation_of(JobId id) const;
   bool start(JobId id, Running& job);
   void tell(Running& job);
   void end(JobId id, FinishReason reason, const Error& error);
@@ -104,8 +108,12 @@ class Service {
   std::unique_ptr<Scheduler> scheduler_;
   std::unordered_map<JobId, std::unique_ptr<Running>> jobs_;
   std::vector<JobId> admitted_;  // and without a generation yet
-  std::vector<Generation*> decoding_;
-  std::vector<PromptPiece> pieces_;
+  // Of the step over prompts that is under way: none of them ends before it does.
+  struct PromptJob {
+    JobId job = 0;
+    std::uint32_t left = 0;  // tokens of its prompt, before the step
+  };
+  std::vector<PromptJob> prompt_jobs_;
 
   std::thread thread_;
 };
