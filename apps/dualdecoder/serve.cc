@@ -12,6 +12,7 @@
 #include "base/units.h"
 #include "command.h"
 #include "commit.h"
+#include "config_file.h"
 #include "model/gguf_file.h"
 #include "serve/api.h"
 
@@ -237,6 +238,7 @@ void add_server_options(CLI::App& command, ServeOptions& options) {
 void add_serve_command(CLI::App& app, int& exit_code) {
   auto options = std::make_shared<ServeOptions>();
   CLI::App* command = app.add_subcommand("serve", "Serve the OpenAI API over HTTP");
+  add_config_option(*command);
   add_model_options(*command, options->model);
   add_context_option(*command, options->model);
   add_tier_options(*command, options->tiers);
