@@ -1,4 +1,8 @@
-"""`dualdecoder serve` as those meet it who run it: its configuration."""
+"""`dualdecoder serve` as those meet it who run it: its configuration, its log."""
+
+import json
+import re
+import time
 
 import pytest
 
@@ -62,3 +66,80 @@ def test_what_is_wrong_in_a_config_file_is_one_clear_error(model, tmp_path, text
     result = dualdecoder("serve", "-m", model, "--config", config, timeout=20)
     assert result.code == 2 and len(result.errors) == 1 and part in result.stderr, result.stderr
     assert result.stderr.startswith("dualdecoder: ")
+
+
+# ---- The log
+
+SECRET = "walrus"  # in every prompt, never in the log
+
+
+def logged(server, count):
+    """The objects of the last lines, when there are that many more than at the start."""
+    deadline = time.monotonic() + 2
+    while True:
+        lines = [json.loads(line) for line in server.log]
+        requests = [line for line in lines if line["message"] == "request"]
+        if len(requests) >= count or time.monotonic() > deadline:
+            assert len(requests) == count, lines
+            return requests
+        time.sleep(0.01)
+
+
+def test_every_line_of_a_json_log_is_an_object_and_requests_have_their_figures(model):
+    options = ["--log-format", "json", "--log-requests", "all", "--block-size", 16, "--batch-invariant", "-c", 512]
+    with Server(model, *options) as server:
+        fields = {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
+        for _ in range(2):
+            server.complete(SECRET * 10, n=2, **fields)
+        chat = {"messages": [{"role": "user", "content": SECRET}], **fields}
+        events = list(server.stream("/v1/chat/completions", chat))
+        server.post("/v1/completions", {"prompt": SECRET, "stop": 5, "user": SECRET})
+        server.post("/v1/completions", b'{"prompt": "' + SECRET.encode())
+        server.post("/v1/chat/completions", {"messages": [{"role": SECRET, "content": SECRET}]})
+        server.get(f"/health?{SECRET}")
+        server.get("/nothing")
+        first, again, streamed, wrong, cut, role, health, nothing = logged(server, 8)
+        assert first["method"] == "POST" and first["path"] == "/v1/completions" and first["status"] == 200
+        assert first["prompt_tokens"] == 61 and first["completion_tokens"] == 10 and not first["stream"]
+        assert again["cached_tokens"] == 48 and again["id"] != first["id"] and again["id"].startswith("cmpl-")
+        assert 0 < again["decode_seconds"] <= again["seconds"] and again["queue_seconds"] >= 0
+        assert streamed["id"] == events[0]["id"] and streamed["stream"] and streamed["completion_tokens"] == 5
+        assert (wrong["status"], wrong["error"], wrong["level"]) == (400, "invalid_request_error", "warning")
+        assert (cut["status"], cut["error"]) == (400, "invalid_json") and "prompt_tokens" not in cut
+        assert role["status"] == 400 and health["path"] == "/health" and health["level"] == "info"
+        assert nothing["status"] == 404 and nothing["path"] == "/nothing"
+        assert server.stop() == 0
+        for line in map(json.loads, server.log):
+            assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"])
+            assert line["level"] in ("info", "warning", "error") and line["message"]
+        assert SECRET not in "".join(server.log)
+        assert "shutting down" in json.loads(server.log[-1])["message"]
+
+
+def test_a_client_that_leaves_is_logged_as_such(model):
+    with Server(model, "-c", 8192, "--log-format", "json", "--near-slots", 1024) as server:
+        with server.running_stream("a", max_tokens=8000, ignore_eos=True):
+            pass
+        [left] = logged(server, 1)
+        assert left["status"] == 499 and left["prompt_tokens"] == 2
+
+
+def test_a_text_log_has_a_line_for_each_completion_unless_told_otherwise(model):
+    for which, parts in (("answers", ["completions 200"]), ("none", []), ("all", ["completions 200", "GET /version 200"])):
+        with Server(model, "-c", 512, *([] if which == "answers" else ["--log-requests", which])) as server:
+            started = len(server.log)
+            server.complete("abc", max_tokens=3, ignore_eos=True)
+            server.get("/version")
+            assert server.stop() == 0
+            lines = [line for line in server.log[started:] if "shutting down" not in line]
+            assert len(lines) == len(parts)
+            for line, part in zip(lines, parts):
+                assert line.startswith("dualdecoder: ") and part in line
+            if parts:
+                assert "| prompt 4 (0 cached) | answer 3 | cmpl-" in lines[0]
+
+
+def test_failures_at_the_start_are_objects_too(model):
+    result = dualdecoder("serve", "-m", model, "--log-format", "json", "--host", "nowhere", timeout=20)
+    [line] = map(json.loads, result.errors)
+    assert result.code == 2 and line["level"] == "error" and "--host" in line["message"]

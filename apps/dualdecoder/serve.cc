@@ -1,7 +1,6 @@
 // `dualdecoder serve`: an OpenAI-compatible server.
 #include <atomic>
 #include <filesystem>
-#include <fstream>
 #include <thread>
 
 #include <sys/resource.h>
@@ -13,6 +12,7 @@
 #include "command.h"
 #include "commit.h"
 #include "config_file.h"
+#include "log.h"
 #include "model/gguf_file.h"
 #include "serve/api.h"
 
@@ -32,6 +32,8 @@ struct ServeOptions {
   std::string api_key_file;
   std::uint32_t comment_s = 10;
   std::uint32_t drain_s = 30;
+  std::string log_format = "text";
+  std::string log_requests = "answers";
 };
 
 // One key a line; blank lines and lines that begin with # do not count.
@@ -81,7 +83,7 @@ Status check_chat_template(const std::string& name, const Model& model) {
   const auto prompt = model.vocabulary().apply_chat_template(std::span(&hello, 1), name);
   if (prompt) return {};
   if (!name.empty()) return std::unexpected(prompt.error());
-  fmt::print(stderr, "dualdecoder: warning: chats will be refused: {}\n", prompt.error().message);
+  log(LogLevel::kWarning, "chats will be refused: " + prompt.error().message);
   return {};
 }
 
@@ -133,8 +135,8 @@ void stop_when_interrupted(HttpServer& server, Service& service, std::uint32_t d
       since->emplace();
       service.drain();
       server.close();
-      fmt::print(stderr, "dualdecoder: shutting down; {} answers are still in the works\n",
-                 service.state().running.size());
+      log(LogLevel::kInfo,
+          fmt::format("shutting down; {} answers are still in the works", service.state().running.size()));
     }
     const bool done = service.idle() && server.connections() == 0;
     if (!done && (*since)->seconds() < drain_s) return true;
@@ -144,16 +146,25 @@ void stop_when_interrupted(HttpServer& server, Service& service, std::uint32_t d
 }
 
 void print_start(const ServeOptions& options, const HttpServer& server, const Engine& engine) {
-  print_short_plan(engine);
+  for (const std::string& line : short_plan(engine)) log(LogLevel::kInfo, line);
   const std::string host = options.http.host.find(':') == options.http.host.npos
                                ? options.http.host
                                : "[" + options.http.host + "]";
-  fmt::print(stderr, "dualdecoder: listening on http://{}:{} | model {} | {} sequences of {} tokens\n", host,
-             server.port(), options.api.model_id, engine.options().sequences, engine.context());
-  std::fflush(stderr);
+  log(LogLevel::kInfo,
+      fmt::format("listening on http://{}:{} | model {} | {} sequences of {} tokens", host, server.port(),
+                  options.api.model_id, engine.options().sequences, engine.context()));
+}
+
+std::function<void(const RequestRecord&)> request_log(const std::string& which) {
+  if (which == "none") return {};
+  if (which == "all") return log_request;
+  return [](const RequestRecord& record) {
+    if (record.method == "POST" && record.path.ends_with("/completions")) log_request(record);
+  };
 }
 
 Status serve(ServeOptions options) {
+  if (options.log_format == "json") set_log_format(LogFormat::kJson);
   if (!options.api_key_file.empty()) {
     if (Status status = add_keys_from(options.api_key_file, options.api.api_keys); !status) return status;
   }
@@ -163,6 +174,7 @@ Status serve(ServeOptions options) {
     options.api.model_id = std::filesystem::path(options.model.model).stem().string();
   options.api.version = fmt::format("{} ({})", DUALDECODER_VERSION, DUALDECODER_COMMIT);
   options.api.comment_period = std::chrono::seconds(options.comment_s);
+  options.api.on_answered = request_log(options.log_requests);
   allow_many_descriptors();
 
   Front front;
@@ -231,6 +243,15 @@ void add_server_options(CLI::App& command, ServeOptions& options) {
   number("--comment-period", options.comment_s, "Seconds of silence in a stream before a comment line", 1,
          3600);
   number("--drain-time", options.drain_s, "Seconds that answers may still take after SIGTERM", 0, 86'400);
+  const auto choice = [&](const char* name, std::string& value, const char* help,
+                          const std::vector<std::string>& values) {
+    command.add_option(name, value, help)->capture_default_str()->group(group)->check(CLI::IsMember(values));
+  };
+  choice("--log-format", options.log_format, "Lines on stderr: for people, or a JSON object each",
+         {"text", "json"});
+  choice("--log-requests", options.log_requests,
+         "Requests that get a line when they have been answered: none, those for completions, or all",
+         {"none", "answers", "all"});
 }
 
 }  // namespace
