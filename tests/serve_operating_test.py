@@ -1,13 +1,15 @@
-"""`dualdecoder serve` as those meet it who run it: its configuration, its log."""
+"""`dualdecoder serve` as those meet it who run it: its configuration, its log, what a crash leaves behind."""
 
 import json
+import os
 import re
+import signal
 import time
 
 import pytest
 
 from conftest import dualdecoder, make_tiny
-from serving import Server
+from serving import Server, end_of, text_of
 
 
 @pytest.fixture(scope="module")
@@ -143,3 +145,61 @@ def test_failures_at_the_start_are_objects_too(model):
     result = dualdecoder("serve", "-m", model, "--log-format", "json", "--host", "nowhere", timeout=20)
     [line] = map(json.loads, result.errors)
     assert result.code == 2 and line["level"] == "error" and "--host" in line["message"]
+
+
+# ---- S5 to S8
+
+CALL = """<tool>{"city": [1, 'Zü']}"""  # every byte at most twice, as the model's script wants it
+
+
+def test_s5_a_tool_call_cut_at_any_byte_is_text(tmp_path):
+    script = b"\n" + CALL.encode()
+    model = make_tiny(tmp_path / "scripted.gguf", "--layers", "24", "--script", script.hex())
+    with Server(model, "-c", 512, "--batch-invariant") as server:
+        chat = {"messages": [{"role": "user", "content": "x"}], "temperature": 0}
+        for length in range(1, len(CALL.encode()) + 1):
+            reply = server.post("/v1/chat/completions", {**chat, "max_tokens": length})
+            [choice] = reply.json["choices"]
+            wanted = CALL.encode()[:length].decode("utf-8", errors="ignore")
+            assert (reply.status, choice["message"]["content"], choice["finish_reason"]) == (200, wanted, "length")
+            events = list(server.stream("/v1/chat/completions", {**chat, "max_tokens": length}))
+            assert (events[-1], text_of(events), end_of(events)) == ("[DONE]", wanted, "length")
+        server.probe()
+
+
+def test_s6_a_killed_server_leaves_nothing_that_a_later_one_trips_over(model, tmp_path):
+    shared = set(os.listdir("/dev/shm"))
+    temporary = set(os.listdir("/tmp"))
+    sizes = []
+    for _ in range(5):
+        with Server(model, "-c", 1024, "--far", f"file:{tmp_path}", "--block-size", 16, "--batch-invariant") as server:
+            server.probe()
+            with server.running_stream("x" * 300, max_tokens=500, ignore_eos=True):
+                server.wait_for("num_requests_running", 1)
+                assert server.stop(signal.SIGKILL) == -signal.SIGKILL
+        sizes.append({name: os.stat(tmp_path / name).st_size for name in os.listdir(tmp_path)})
+    assert set(os.listdir("/dev/shm")) - shared == set()
+    assert not [name for name in set(os.listdir("/tmp")) - temporary if "dualdecoder" in name]
+    assert sizes[0].keys() == sizes[-1].keys(), sizes
+    assert sum(sizes[-1].values()) <= 2 * sum(sizes[0].values()) + 2**20, sizes
+
+
+def expectation(server):
+    [line] = [line for line in server.log if "expected: " in line]
+    return float(re.search(r"expected: ([\d.e+]+) tokens/s", line)[1]), line
+
+
+def test_s8_the_start_tells_the_speed_to_expect_and_warns_of_a_far_tier_that_is_too_slow(model):
+    options = ["-c", 2048, "--block-size", 16, "--recent-tokens", 32, "--sink-tokens", 16]
+    with Server(model, *options, "--budget", 64) as server:
+        fast, line = expectation(server)
+        assert fast > 10 and "a step computes for" in line and "/s" in line
+        assert not [line for line in server.log if "warning" in line]
+    with Server(model, *options, "--budget", 512, "--residency", "none", "--far", "link:256KiB@100") as server:
+        slow, _ = expectation(server)
+        assert slow < fast / 10
+        assert [line for line in server.log if "warning: an answer will get" in line], server.log
+    with Server(model, *options, "--no-measure") as server:
+        assert not [line for line in server.log if "expected" in line]
+    with Server(model, *options, "--far", "none") as server:
+        assert not [line for line in server.log if "expected" in line]

@@ -1,6 +1,7 @@
 // `dualdecoder serve`: an OpenAI-compatible server.
 #include <atomic>
 #include <filesystem>
+#include <future>
 #include <thread>
 
 #include <sys/resource.h>
@@ -12,6 +13,7 @@
 #include "command.h"
 #include "commit.h"
 #include "config_file.h"
+#include "estimate.h"
 #include "log.h"
 #include "model/gguf_file.h"
 #include "serve/api.h"
@@ -32,6 +34,7 @@ struct ServeOptions {
   std::string api_key_file;
   std::uint32_t comment_s = 10;
   std::uint32_t drain_s = 30;
+  bool measure = true;
   std::string log_format = "text";
   std::string log_requests = "answers";
 };
@@ -85,6 +88,30 @@ Status check_chat_template(const std::string& name, const Model& model) {
   if (!name.empty()) return std::unexpected(prompt.error());
   log(LogLevel::kWarning, "chats will be refused: " + prompt.error().message);
   return {};
+}
+
+// A far tier that is too slow for its contexts should not be found out by those who wait for answers.
+void log_expected_speed(const Model& model, const EngineOptions& options) {
+  const auto plan = plan_memory(model.hyperparameters(), options);
+  const Policy policy = options.tiers.policy;
+  if (!plan || !plan->tiered() || policy == Policy::kFull || policy == Policy::kOracle) return;
+  // An engine binds its thread to a CPU, and this one's threads are not to inherit that.
+  const auto expected = std::async(std::launch::async, [&] { return estimate(model, options, *plan); }).get();
+  if (!expected)
+    return log(LogLevel::kWarning, "the speed to expect is not known: " + expected.error().message);
+  const double each = expected->tokens_per_s / options.sequences;
+  log(LogLevel::kInfo,
+      fmt::format(
+          "expected: {:.3g} tokens/s, {} answers with {} tokens of context each | a step computes for {:.1f} "
+          "ms and moves {}; the far tier gives {}/s",
+          expected->tokens_per_s, options.sequences, plan->context, expected->compute_ms,
+          format_bytes(expected->moved_bytes_per_step), format_bytes(expected->far_bytes_per_s)));
+  if (each >= 1.0) return;
+  log(LogLevel::kWarning,
+      fmt::format(
+          "an answer will get {:.2g} tokens/s; a faster --far, a larger --near-memory, a smaller --budget or "
+          "fewer --parallel answers give more",
+          each));
 }
 
 void allow_many_descriptors() {
@@ -197,6 +224,7 @@ Status serve(ServeOptions options) {
   if (Status status = check_chat_template(options.api.chat_template, *model); !status) return status;
   const auto setup = serve_engine_options(options, *model);
   if (!setup) return std::unexpected(setup.error());
+  if (options.measure) log_expected_speed(*model, *setup);
   auto made = Service::create(*model, *setup, options.service, metrics);
   if (!made) return std::unexpected(made.error());
   service = std::move(*made);
@@ -243,6 +271,9 @@ void add_server_options(CLI::App& command, ServeOptions& options) {
   number("--comment-period", options.comment_s, "Seconds of silence in a stream before a comment line", 1,
          3600);
   number("--drain-time", options.drain_s, "Seconds that answers may still take after SIGTERM", 0, 86'400);
+  command
+      .add_flag("!--no-measure", options.measure, "Do not measure at the start what speed is to be expected")
+      ->group(group);
   const auto choice = [&](const char* name, std::string& value, const char* help,
                           const std::vector<std::string>& values) {
     command.add_option(name, value, help)->capture_default_str()->group(group)->check(CLI::IsMember(values));
