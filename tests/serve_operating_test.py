@@ -1,4 +1,4 @@
-"""`dualdecoder serve` as those meet it who run it: its configuration, its log, what a crash leaves behind."""
+"""`dualdecoder serve` as those meet it who run it: its configuration, its log, what a crash leaves behind, its dashboard."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from conftest import dualdecoder, make_tiny
+from conftest import ROOT, dualdecoder, make_tiny
 from serving import Server, end_of, text_of
 
 
@@ -203,3 +203,48 @@ def test_s8_the_start_tells_the_speed_to_expect_and_warns_of_a_far_tier_that_is_
         assert not [line for line in server.log if "expected" in line]
     with Server(model, *options, "--far", "none") as server:
         assert not [line for line in server.log if "expected" in line]
+
+
+# ---- Metrics, and what is written about them
+
+METRIC = re.compile(r"dualdecoder:(\w+)")
+
+
+def exported(server):
+    """Names without what a histogram adds; kinds that appear with their first event have been seen."""
+    server.complete("a", max_tokens=1)
+    server.post("/v1/completions", {"prompt": 5})
+    text = server.get("/metrics").body.decode()
+    return set(re.findall(r"^# TYPE dualdecoder:(\w+) ", text, re.MULTILINE))
+
+
+def named_in(*path):
+    names = METRIC.findall(ROOT.joinpath(*path).read_text())
+    return {re.sub(r"_bucket$", "", name) for name in names}
+
+
+def test_metrics_that_documentation_and_dashboard_name_are_exported_and_all_are_documented(model):
+    with Server(model, "-c", 512) as server:
+        names = exported(server)
+    assert named_in("packaging", "grafana.json") <= names
+    assert named_in("docs", "operating.md") == names
+
+
+def test_the_dashboard_has_panels_with_queries():
+    dashboard = json.loads((ROOT / "packaging" / "grafana.json").read_text())
+    assert len(dashboard["panels"]) == len({panel["id"] for panel in dashboard["panels"]}) > 10
+    for panel in dashboard["panels"]:
+        assert panel["title"] and all(METRIC.search(target["expr"]) for target in panel["targets"])
+
+
+def test_options_that_the_unit_and_its_configuration_use_exist(model, tmp_path):
+    unit = (ROOT / "packaging" / "dualdecoder.service").read_text()
+    [command] = re.findall(r"^ExecStart=/usr/bin/dualdecoder (serve .*)$", unit, re.MULTILINE)
+    config = (ROOT / "packaging" / "serve.conf").read_text()
+    config = config.replace("/srv/models/model.gguf", str(model)).replace("/var/cache/dualdecoder", str(tmp_path))
+    config = config.replace("40GiB", "40MiB").replace("32k", "1k").replace("port = 8080", "port = 0").replace("host = 127.0.0.1", "host = nowhere")
+    path = written(tmp_path / "serve.conf", config.replace("#api-key-file", "api-key-file").replace("/etc/dualdecoder/keys", str(tmp_path / "keys")))
+    written(tmp_path / "keys", "secret\n")
+    result = dualdecoder(*command.replace("/etc/dualdecoder/serve.conf", str(path)).split(), timeout=20)
+    [line] = map(json.loads, result.errors)
+    assert "--host nowhere" in line["message"], line  # so far it came, and no further

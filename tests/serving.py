@@ -65,6 +65,8 @@ class Server:
                 break
         else:
             raise AssertionError(f"exit code {self.process.wait()}: {''.join(self.log)}")
+        if forced_far("") and "--far" not in options:
+            assert any("far KV" in line and self._directory.name in line for line in self.log), self.log
         self._reader = threading.Thread(target=lambda: self.log.extend(line.decode() for line in self.process.stderr))
         self._reader.start()
 
