@@ -199,6 +199,8 @@ def test_s8_the_start_tells_the_speed_to_expect_and_warns_of_a_far_tier_that_is_
         slow, _ = expectation(server)
         assert slow < fast / 10
         assert [line for line in server.log if "warning: an answer will get" in line], server.log
+    with Server(model, *options, "--budget", 64, "--far-size", "64KiB") as server:
+        assert expectation(server)[0] > 10
     with Server(model, *options, "--no-measure") as server:
         assert not [line for line in server.log if "expected" in line]
     with Server(model, *options, "--far", "none") as server:

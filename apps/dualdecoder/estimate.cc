@@ -45,14 +45,17 @@ double moved_bytes_per_step(const MemoryPlan& plan, const TierOptions& tiers) {
 }
 
 /// Median of a few decode steps with all KV near, at the length that a step attends to.
-Result<double> measure_compute_ms(const Model& model, const EngineOptions& options, const MemoryPlan& plan) {
+Result<double> measure_compute_ms(const Model& model, const EngineOptions& options, const MemoryPlan& plan,
+                                  std::uint64_t kv_bytes_max) {
   constexpr std::uint32_t kSteps = 9;
   const std::uint32_t block = plan.geometry.block_tokens;
   const std::uint32_t window_and_selection =
       plan.tiered() && options.tiers.policy != Policy::kFull
           ? std::min(plan.context, (plan.window_slots + plan.budget_blocks) * block)
           : plan.context;
-  const std::uint32_t depth = window_and_selection > kSteps ? window_and_selection - kSteps : 1;
+  const std::uint64_t room = kv_bytes_max / plan.geometry.token_bytes() / options.sequences;
+  const auto attended = static_cast<std::uint32_t>(std::min<std::uint64_t>(window_and_selection, room));
+  const std::uint32_t depth = attended > kSteps ? attended - kSteps : 1;
   EngineOptions near = options;
   near.tiers = {};
   near.draft = {};
@@ -82,11 +85,12 @@ Result<double> measure_compute_ms(const Model& model, const EngineOptions& optio
 }
 
 /// Writes some pages and reads their blocks back in another order.
-Result<double> measure_far_bandwidth(const Model& model, const EngineOptions& options) {
+Result<double> measure_far_bandwidth(const Model& model, const EngineOptions& options,
+                                     const MemoryPlan& plan) {
   constexpr std::uint32_t kPages = 32;
   EngineOptions probe = options;
   probe.sequences = 1;
-  probe.context = std::min(options.context, kPages * options.block_tokens);
+  probe.context = std::min(options.context, std::min(kPages, plan.far_pages) * options.block_tokens);
   probe.tiers.recent_tokens = 1;
   probe.tiers.sink_tokens = 0;
   probe.prefill_chunk = 1;
@@ -107,15 +111,16 @@ Result<double> measure_far_bandwidth(const Model& model, const EngineOptions& op
 
 }  // namespace
 
-Result<Estimate> estimate(const Model& model, const EngineOptions& options, const MemoryPlan& plan) {
+Result<Estimate> estimate(const Model& model, const EngineOptions& options, const MemoryPlan& plan,
+                          std::uint64_t kv_bytes_max) {
   Estimate result;
   result.moved_bytes_per_step = moved_bytes_per_step(plan, options.tiers);
-  const auto compute = measure_compute_ms(model, options, plan);
+  const auto compute = measure_compute_ms(model, options, plan, kv_bytes_max);
   if (!compute) return std::unexpected(compute.error());
   result.compute_ms = *compute;
   double step_ms = result.compute_ms;
   if (plan.tiered()) {
-    const auto bandwidth = measure_far_bandwidth(model, options);
+    const auto bandwidth = measure_far_bandwidth(model, options, plan);
     if (!bandwidth) return std::unexpected(bandwidth.error());
     result.far_bytes_per_s = *bandwidth;
     const double link_ms = result.moved_bytes_per_step / result.far_bytes_per_s * 1e3;

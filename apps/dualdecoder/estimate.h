@@ -3,6 +3,8 @@
 // bytes a step moves comes from the plan.
 #pragma once
 
+#include <cstdint>
+
 #include "base/error.h"
 #include "decode/engine.h"
 #include "model/model.h"
@@ -17,6 +19,9 @@ struct Estimate {
 };
 
 /// Of an engine that these options make; it need not be there, and what it keeps on disk is not touched.
-Result<Estimate> estimate(const Model& model, const EngineOptions& options, const MemoryPlan& plan);
+/// Measuring holds what a step attends to, at most `kv_bytes_max`: where that is less, as it may be when
+/// layers share a ring, the step that is measured is shorter.
+Result<Estimate> estimate(const Model& model, const EngineOptions& options, const MemoryPlan& plan,
+                          std::uint64_t kv_bytes_max = UINT64_MAX);
 
 }  // namespace dualdecoder

@@ -90,28 +90,34 @@ Status check_chat_template(const std::string& name, const Model& model) {
   return {};
 }
 
+std::string rate_text(double per_second) {
+  return per_second >= 10.0 ? fmt::format("{:.0f}", per_second) : fmt::format("{:.2g}", per_second);
+}
+
 // A far tier that is too slow for its contexts should not be found out by those who wait for answers.
 void log_expected_speed(const Model& model, const EngineOptions& options) {
   const auto plan = plan_memory(model.hyperparameters(), options);
   const Policy policy = options.tiers.policy;
   if (!plan || !plan->tiered() || policy == Policy::kFull || policy == Policy::kOracle) return;
   // An engine binds its thread to a CPU, and this one's threads are not to inherit that.
-  const auto expected = std::async(std::launch::async, [&] { return estimate(model, options, *plan); }).get();
+  const auto expected = std::async(std::launch::async, [&] {
+                          return estimate(model, options, *plan, plan->near_bytes());
+                        }).get();
   if (!expected)
     return log(LogLevel::kWarning, "the speed to expect is not known: " + expected.error().message);
   const double each = expected->tokens_per_s / options.sequences;
   log(LogLevel::kInfo,
       fmt::format(
-          "expected: {:.3g} tokens/s, {} answers with {} tokens of context each | a step computes for {:.1f} "
+          "expected: {} tokens/s, {} answers with {} tokens of context each | a step computes for {:.1f} "
           "ms and moves {}; the far tier gives {}/s",
-          expected->tokens_per_s, options.sequences, plan->context, expected->compute_ms,
+          rate_text(expected->tokens_per_s), options.sequences, plan->context, expected->compute_ms,
           format_bytes(expected->moved_bytes_per_step), format_bytes(expected->far_bytes_per_s)));
   if (each >= 1.0) return;
   log(LogLevel::kWarning,
       fmt::format(
-          "an answer will get {:.2g} tokens/s; a faster --far, a larger --near-memory, a smaller --budget or "
+          "an answer will get {} tokens/s; a faster --far, a larger --near-memory, a smaller --budget or "
           "fewer --parallel answers give more",
-          each));
+          rate_text(each)));
 }
 
 void allow_many_descriptors() {
