@@ -70,6 +70,15 @@ def test_what_is_wrong_in_a_config_file_is_one_clear_error(model, tmp_path, text
     assert result.stderr.startswith("dualdecoder: ")
 
 
+def test_a_draft_model_is_loaded_and_changes_nothing_of_a_greedy_answer(model):
+    fields = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    with Server(model, "-c", 512, "--batch-invariant") as server:
+        wanted = server.tokens("Hello there", **fields)
+    with Server(model, "-c", 512, "--batch-invariant", "--draft", f"model:{model}", "--accept") as server:
+        assert server.tokens("Hello there", **fields) == wanted
+        assert server.metrics()["dualdecoder:guesses_total"] > 0
+
+
 # ---- The log
 
 SECRET = "walrus"  # in every prompt, never in the log

@@ -220,6 +220,7 @@ Status serve(ServeOptions options) {
   if (!server) return std::unexpected(server.error());
   Metrics metrics;
   std::unique_ptr<Model> model;
+  std::unique_ptr<Model> draft;
   std::unique_ptr<Service> service;
   std::unique_ptr<Api> api;
   ServerThread thread(**server);
@@ -228,8 +229,9 @@ Status serve(ServeOptions options) {
   if (!loaded) return std::unexpected(loaded.error());
   model = std::move(*loaded);
   if (Status status = check_chat_template(options.api.chat_template, *model); !status) return status;
-  const auto setup = serve_engine_options(options, *model);
+  auto setup = serve_engine_options(options, *model);
   if (!setup) return std::unexpected(setup.error());
+  if (Status status = load_draft(*setup, draft); !status) return status;
   if (options.measure) log_expected_speed(*model, *setup);
   auto made = Service::create(*model, *setup, options.service, metrics);
   if (!made) return std::unexpected(made.error());
