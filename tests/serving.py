@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 
@@ -33,16 +34,26 @@ class Reply:
         return error
 
 
+def forced_far(directory):
+    """With DD_TEST_FAR=file, the environment of a server whose KV is in a file and whose near tier is as small as it gets,
+    where a test does not say otherwise: the same tests must pass."""
+    if os.environ.get("DD_TEST_FAR") != "file":
+        return {}
+    return {"DUALDECODER_FAR": f"file:{directory}", "DUALDECODER_BUDGET": "32", "DUALDECODER_NEAR_SLOTS": "32",
+            "DUALDECODER_RECENT_TOKENS": "32", "DUALDECODER_SINK_TOKENS": "16"}  # fmt: skip
+
+
 class Server:
     """Started on a free port, which the start line on stderr names. One engine thread unless told otherwise."""
 
     def __init__(self, model, *options, env=None):
+        self._directory = tempfile.TemporaryDirectory(prefix="serving-")
         self.process = subprocess.Popen(
             [str(PROGRAM), "serve", "-m", str(model), "-t", "1", "--port", "0", *map(str, options)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            env={**os.environ, **(env or {})},
+            env={**os.environ, **forced_far(self._directory.name), **(env or {})},
         )
         self.log = []
         self.key = None
@@ -54,6 +65,8 @@ class Server:
                 break
         else:
             raise AssertionError(f"exit code {self.process.wait()}: {''.join(self.log)}")
+        if forced_far("") and "--far" not in options:
+            assert any("far KV" in line and self._directory.name in line for line in self.log), self.log
         self._reader = threading.Thread(target=lambda: self.log.extend(line.decode() for line in self.process.stderr))
         self._reader.start()
 
@@ -69,6 +82,7 @@ class Server:
         code = self.process.wait(timeout=60)
         self._reader.join()
         self.process.stderr.close()
+        self._directory.cleanup()
         return code
 
     def connect(self, timeout=60):

@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "base/units.h"
+#include "log.h"
 #include "progress.h"
 
 namespace dualdecoder {
@@ -127,20 +128,21 @@ void add_environment_names(CLI::App& command) {
 }
 
 int report(const Error& error) {
-  fmt::print(stderr, "dualdecoder: {}\n", error.message);
+  log(LogLevel::kError, error.message);
   return error.code == ErrorCode::kInvalidArgument ? kExitUsage : kExitFailure;
 }
 
 Result<std::unique_ptr<Model>> load_model(const ModelOptions& options) {
   ProgressLine line("loading");
   auto model = Model::load(options.model, [&](std::size_t done, std::size_t total) {
+    if (log_format() == LogFormat::kJson) return;
     line.update(static_cast<double>(done) / static_cast<double>(total),
                 format_bytes(static_cast<double>(total)));
   });
   line.clear();
   if (model && !(*model)->hyperparameters().assumed.empty()) {
-    fmt::print(stderr, "dualdecoder: warning: {}: keys are missing, assumed are {}\n", options.model,
-               fmt::join((*model)->hyperparameters().assumed, ", "));
+    log(LogLevel::kWarning, fmt::format("{}: keys are missing, assumed are {}", options.model,
+                                        fmt::join((*model)->hyperparameters().assumed, ", ")));
   }
   return model;
 }
@@ -155,8 +157,8 @@ Result<EngineOptions> engine_options(const ModelOptions& options, const Model& m
   engine.context =
       *context == 0 ? model.hyperparameters().context_train : static_cast<std::uint32_t>(*context);
   if (engine.context > model.hyperparameters().context_train) {
-    fmt::print(stderr, "dualdecoder: warning: -c {} is more than the {} tokens the model was trained for\n",
-               engine.context, model.hyperparameters().context_train);
+    log(LogLevel::kWarning, fmt::format("-c {} is more than the {} tokens the model was trained for",
+                                        engine.context, model.hyperparameters().context_train));
   }
   const unsigned cores = std::thread::hardware_concurrency();
   engine.threads = options.threads != 0 ? options.threads : std::max(cores, 1U);
@@ -227,18 +229,25 @@ Status load_draft(EngineOptions& options, std::unique_ptr<Model>& draft) {
   return {};
 }
 
-void print_short_plan(const Engine& engine) {
+std::vector<std::string> short_plan(const Engine& engine) {
+  std::vector<std::string> lines;
   const MemoryPlan& plan = engine.plan();
   const auto bytes = [](std::uint64_t count) { return format_bytes(static_cast<double>(count)); };
   if (engine.draft() != nullptr) {
-    fmt::print(stderr, "draft: weights {}, KV {}, all near\n",
-               bytes(engine.draft()->model().weights().bytes()), bytes(plan.draft_bytes));
+    lines.push_back(fmt::format("draft: weights {}, KV {}, all near",
+                                bytes(engine.draft()->model().weights().bytes()), bytes(plan.draft_bytes)));
   }
-  if (!plan.tiered()) return;
-  fmt::print(stderr, "plan: near KV {} (window {}, selected {}, staging {}) | far KV {} in {} | digests {}\n",
-             bytes(plan.near_bytes()), bytes(plan.near_window_bytes), bytes(plan.near_selected_bytes),
-             bytes(plan.near_staging_bytes), bytes(plan.far_bytes), engine.tiers().far_description(),
-             bytes(plan.digest_bytes + plan.kept_digest_bytes));
+  if (!plan.tiered()) return lines;
+  lines.push_back(
+      fmt::format("plan: near KV {} (window {}, selected {}, staging {}) | far KV {} in {} | digests {}",
+                  bytes(plan.near_bytes()), bytes(plan.near_window_bytes), bytes(plan.near_selected_bytes),
+                  bytes(plan.near_staging_bytes), bytes(plan.far_bytes), engine.tiers().far_description(),
+                  bytes(plan.digest_bytes + plan.kept_digest_bytes)));
+  return lines;
+}
+
+void print_short_plan(const Engine& engine) {
+  for (const std::string& line : short_plan(engine)) fmt::print(stderr, "{}\n", line);
 }
 
 bool interrupted() { return interrupt_seen; }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include <CLI/CLI.hpp>
 
@@ -77,7 +78,9 @@ Result<EngineOptions> engine_options(const ModelOptions& options, const Model& m
 Status choose_tiers(const TierChoices& choices, EngineOptions& options);
 /// Loads the model that --draft model:FILE names into `draft`, unless it is there, and gives it to `options`.
 Status load_draft(EngineOptions& options, std::unique_ptr<Model>& draft);
-/// The plan in one line, on stderr; nothing when all KV stays near.
+/// The plan in lines; none when all KV stays near and there is no draft model.
+std::vector<std::string> short_plan(const Engine& engine);
+/// The same on stderr.
 void print_short_plan(const Engine& engine);
 
 /// Set by the first Ctrl-C or SIGTERM; a second one ends the process at once.

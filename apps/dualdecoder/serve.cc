@@ -1,7 +1,7 @@
 // `dualdecoder serve`: an OpenAI-compatible server.
 #include <atomic>
 #include <filesystem>
-#include <fstream>
+#include <future>
 #include <thread>
 
 #include <sys/resource.h>
@@ -12,6 +12,9 @@
 #include "base/units.h"
 #include "command.h"
 #include "commit.h"
+#include "config_file.h"
+#include "estimate.h"
+#include "log.h"
 #include "model/gguf_file.h"
 #include "serve/api.h"
 
@@ -31,6 +34,9 @@ struct ServeOptions {
   std::string api_key_file;
   std::uint32_t comment_s = 10;
   std::uint32_t drain_s = 30;
+  bool measure = true;
+  std::string log_format = "text";
+  std::string log_requests = "answers";
 };
 
 // One key a line; blank lines and lines that begin with # do not count.
@@ -81,8 +87,38 @@ Status check_chat_template(const std::string& name, const Model& model) {
   const auto prompt = model.vocabulary().apply_chat_template(std::span(&hello, 1), name);
   if (prompt) return {};
   if (!name.empty()) return std::unexpected(prompt.error());
-  fmt::print(stderr, "dualdecoder: warning: chats will be refused: {}\n", prompt.error().message);
+  log(LogLevel::kWarning, "chats will be refused: " + prompt.error().message);
   return {};
+}
+
+std::string rate_text(double per_second) {
+  return per_second >= 10.0 ? fmt::format("{:.0f}", per_second) : fmt::format("{:.2g}", per_second);
+}
+
+// A far tier that is too slow for its contexts should not be found out by those who wait for answers.
+void log_expected_speed(const Model& model, const EngineOptions& options) {
+  const auto plan = plan_memory(model.hyperparameters(), options);
+  const Policy policy = options.tiers.policy;
+  if (!plan || !plan->tiered() || policy == Policy::kFull || policy == Policy::kOracle) return;
+  // An engine binds its thread to a CPU, and this one's threads are not to inherit that.
+  const auto expected = std::async(std::launch::async, [&] {
+                          return estimate(model, options, *plan, plan->near_bytes());
+                        }).get();
+  if (!expected)
+    return log(LogLevel::kWarning, "the speed to expect is not known: " + expected.error().message);
+  const double each = expected->tokens_per_s / options.sequences;
+  log(LogLevel::kInfo,
+      fmt::format(
+          "expected: {} tokens/s, {} answers with {} tokens of context each | a step computes for {:.1f} "
+          "ms and moves {}; the far tier gives {}/s",
+          rate_text(expected->tokens_per_s), options.sequences, plan->context, expected->compute_ms,
+          format_bytes(expected->moved_bytes_per_step), format_bytes(expected->far_bytes_per_s)));
+  if (each >= 1.0) return;
+  log(LogLevel::kWarning,
+      fmt::format(
+          "an answer will get {} tokens/s; a faster --far, a larger --near-memory, a smaller --budget or "
+          "fewer --parallel answers give more",
+          rate_text(each)));
 }
 
 void allow_many_descriptors() {
@@ -133,8 +169,8 @@ void stop_when_interrupted(HttpServer& server, Service& service, std::uint32_t d
       since->emplace();
       service.drain();
       server.close();
-      fmt::print(stderr, "dualdecoder: shutting down; {} answers are still in the works\n",
-                 service.state().running.size());
+      log(LogLevel::kInfo,
+          fmt::format("shutting down; {} answers are still in the works", service.state().running.size()));
     }
     const bool done = service.idle() && server.connections() == 0;
     if (!done && (*since)->seconds() < drain_s) return true;
@@ -144,16 +180,25 @@ void stop_when_interrupted(HttpServer& server, Service& service, std::uint32_t d
 }
 
 void print_start(const ServeOptions& options, const HttpServer& server, const Engine& engine) {
-  print_short_plan(engine);
+  for (const std::string& line : short_plan(engine)) log(LogLevel::kInfo, line);
   const std::string host = options.http.host.find(':') == options.http.host.npos
                                ? options.http.host
                                : "[" + options.http.host + "]";
-  fmt::print(stderr, "dualdecoder: listening on http://{}:{} | model {} | {} sequences of {} tokens\n", host,
-             server.port(), options.api.model_id, engine.options().sequences, engine.context());
-  std::fflush(stderr);
+  log(LogLevel::kInfo,
+      fmt::format("listening on http://{}:{} | model {} | {} sequences of {} tokens", host, server.port(),
+                  options.api.model_id, engine.options().sequences, engine.context()));
+}
+
+std::function<void(const RequestRecord&)> request_log(const std::string& which) {
+  if (which == "none") return {};
+  if (which == "all") return log_request;
+  return [](const RequestRecord& record) {
+    if (record.method == "POST" && record.path.ends_with("/completions")) log_request(record);
+  };
 }
 
 Status serve(ServeOptions options) {
+  if (options.log_format == "json") set_log_format(LogFormat::kJson);
   if (!options.api_key_file.empty()) {
     if (Status status = add_keys_from(options.api_key_file, options.api.api_keys); !status) return status;
   }
@@ -163,6 +208,7 @@ Status serve(ServeOptions options) {
     options.api.model_id = std::filesystem::path(options.model.model).stem().string();
   options.api.version = fmt::format("{} ({})", DUALDECODER_VERSION, DUALDECODER_COMMIT);
   options.api.comment_period = std::chrono::seconds(options.comment_s);
+  options.api.on_answered = request_log(options.log_requests);
   allow_many_descriptors();
 
   Front front;
@@ -175,6 +221,7 @@ Status serve(ServeOptions options) {
   if (!server) return std::unexpected(server.error());
   Metrics metrics;
   std::unique_ptr<Model> model;
+  std::unique_ptr<Model> draft;
   std::unique_ptr<Service> service;
   std::unique_ptr<Api> api;
   ServerThread thread(**server);
@@ -183,8 +230,10 @@ Status serve(ServeOptions options) {
   if (!loaded) return std::unexpected(loaded.error());
   model = std::move(*loaded);
   if (Status status = check_chat_template(options.api.chat_template, *model); !status) return status;
-  const auto setup = serve_engine_options(options, *model);
+  auto setup = serve_engine_options(options, *model);
   if (!setup) return std::unexpected(setup.error());
+  if (Status status = load_draft(*setup, draft); !status) return status;
+  if (options.measure) log_expected_speed(*model, *setup);
   auto made = Service::create(*model, *setup, options.service, metrics);
   if (!made) return std::unexpected(made.error());
   service = std::move(*made);
@@ -231,6 +280,18 @@ void add_server_options(CLI::App& command, ServeOptions& options) {
   number("--comment-period", options.comment_s, "Seconds of silence in a stream before a comment line", 1,
          3600);
   number("--drain-time", options.drain_s, "Seconds that answers may still take after SIGTERM", 0, 86'400);
+  command
+      .add_flag("!--no-measure", options.measure, "Do not measure at the start what speed is to be expected")
+      ->group(group);
+  const auto choice = [&](const char* name, std::string& value, const char* help,
+                          const std::vector<std::string>& values) {
+    command.add_option(name, value, help)->capture_default_str()->group(group)->check(CLI::IsMember(values));
+  };
+  choice("--log-format", options.log_format, "Lines on stderr: for people, or a JSON object each",
+         {"text", "json"});
+  choice("--log-requests", options.log_requests,
+         "Requests that get a line when they have been answered: none, those for completions, or all",
+         {"none", "answers", "all"});
 }
 
 }  // namespace
@@ -238,6 +299,7 @@ void add_server_options(CLI::App& command, ServeOptions& options) {
 void add_serve_command(CLI::App& app, int& exit_code) {
   auto options = std::make_shared<ServeOptions>();
   CLI::App* command = app.add_subcommand("serve", "Serve the OpenAI API over HTTP");
+  add_config_option(*command);
   add_model_options(*command, options->model);
   add_context_option(*command, options->model);
   add_tier_options(*command, options->tiers);

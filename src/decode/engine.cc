@@ -167,11 +167,12 @@ Result<double> Engine::measure_far_bandwidth(Sequence& sequence) {
   const std::uint32_t slots = plan().staging_slots;
   if (pages == 0 || slots == 0) return fail(ErrorCode::kInvalidArgument, "there is nothing to read");
   const auto done = std::make_unique<bool[]>(slots);
-  constexpr std::uint64_t kBytes = 64ULL << 20;
+  constexpr std::uint64_t kBytesMax = 64ULL << 20;
+  constexpr double kSecondsMax = 1.0;
   std::mt19937_64 random(1);
   std::uint64_t bytes = 0;
   const Stopwatch watch;
-  while (bytes < kBytes) {
+  while (bytes == 0 || (bytes < kBytesMax && watch.seconds() < kSecondsMax)) {
     for (std::uint32_t i = 0; i < slots; ++i, bytes += sequence.geometry().slot_bytes()) {
       const PageIndex page = sequence.page(BlockIndex(static_cast<std::uint32_t>(random() % pages)));
       const LayerIndex layer(static_cast<std::uint32_t>(random() % sequence.geometry().layers));

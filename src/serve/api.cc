@@ -10,6 +10,7 @@
 #include <boost/asio/use_awaitable.hpp>
 #include <nlohmann/json.hpp>
 
+#include "base/clock.h"
 #include "serve/event_queue.h"
 #include "serve/json_reader.h"
 #include "serve/reply.h"
@@ -62,6 +63,41 @@ std::string last_events(const Reply& reply) {
   const auto usage = reply.usage_chunk();
   return (usage ? event_line(*usage) : "") + event_line("[DONE]");
 }
+
+// What an error object is called for programs; its message, which may quote the client, only where the fault
+// is ours.
+void note_error(const ApiError& error, RequestRecord& record) {
+  record.error = error.code.empty() ? error.type : error.code;
+  if (error.status >= 500) record.detail = error.message;
+}
+
+// An exchange that remembers what was answered.
+class WatchedExchange final : public HttpExchange {
+ public:
+  explicit WatchedExchange(HttpExchange& exchange) : exchange_(exchange) {}
+
+  unsigned status() const { return exchange_.gone() ? kStatusClientLeft : status_; }
+  bool streams() const { return streams_; }
+
+  asio::awaitable<bool> reply(HttpReply reply) override {
+    status_ = reply.status;
+    return exchange_.reply(std::move(reply));
+  }
+  asio::awaitable<bool> begin_stream(std::vector<std::pair<std::string, std::string>> headers) override {
+    status_ = 200;
+    streams_ = true;
+    return exchange_.begin_stream(std::move(headers));
+  }
+  asio::awaitable<bool> send(std::string bytes) override { return exchange_.send(std::move(bytes)); }
+  asio::awaitable<bool> end_stream() override { return exchange_.end_stream(); }
+  void watch_for_close(asio::steady_timer& timer) override { exchange_.watch_for_close(timer); }
+  bool gone() const override { return exchange_.gone(); }
+
+ private:
+  HttpExchange& exchange_;
+  unsigned status_ = 0;
+  bool streams_ = false;
+};
 
 // A request on its way to an answer.
 struct Asked {
@@ -117,8 +153,10 @@ struct Api::Impl {
   ApiResult<Asked> read(Endpoint endpoint, const HttpRequest& request) const;
   Job job_for(const CompletionRequest& wanted, const std::vector<TokenId>& prompt,
               const std::string& client) const;
-  Reply reply_for(Asked& work) const;
-  asio::awaitable<void> complete(Endpoint endpoint, const HttpRequest& request, HttpExchange& exchange);
+  Reply reply_for(Asked& work, const std::string& id) const;
+  asio::awaitable<void> answer(const HttpRequest& request, HttpExchange& exchange, RequestRecord& record);
+  asio::awaitable<void> complete(Endpoint endpoint, const HttpRequest& request, HttpExchange& exchange,
+                                 RequestRecord& record);
   asio::awaitable<void> follow(bool streams, Reply& reply, EventQueue& queue, HttpExchange& exchange);
 };
 
@@ -214,22 +252,34 @@ std::expected<const Api::Impl::Route*, HttpReply> Api::Impl::find(const HttpRequ
   return std::unexpected(std::move(reply));
 }
 
-asio::awaitable<void> Api::handle(const HttpRequest& request, HttpExchange& exchange) {
-  Impl& impl = *impl_;
-  const auto route = impl.find(request);
-  if (!route) co_return co_await impl.send(exchange, route.error());
+asio::awaitable<void> Api::Impl::answer(const HttpRequest& request, HttpExchange& exchange,
+                                        RequestRecord& record) {
+  const auto route = find(request);
+  if (!route) co_return co_await send(exchange, route.error());
   switch ((*route)->how) {
-    case Impl::How::kAtOnce:
-      co_return co_await impl.send(exchange, (impl.*(*route)->answer)(request));
-    case Impl::How::kOnWorker: {
-      HttpReply reply = co_await impl.on_worker([&] { return (impl.*(*route)->answer)(request); });
-      co_return co_await impl.send(exchange, std::move(reply));
+    case How::kAtOnce:
+      co_return co_await send(exchange, (this->*(*route)->answer)(request));
+    case How::kOnWorker: {
+      HttpReply reply = co_await on_worker([&] { return (this->*(*route)->answer)(request); });
+      co_return co_await send(exchange, std::move(reply));
     }
-    case Impl::How::kChat:
-      co_return co_await impl.complete(Endpoint::kChat, request, exchange);
-    case Impl::How::kCompletions:
-      co_return co_await impl.complete(Endpoint::kCompletions, request, exchange);
+    case How::kChat:
+      co_return co_await complete(Endpoint::kChat, request, exchange, record);
+    case How::kCompletions:
+      co_return co_await complete(Endpoint::kCompletions, request, exchange, record);
   }
+}
+
+asio::awaitable<void> Api::handle(const HttpRequest& request, HttpExchange& exchange) {
+  const Stopwatch watch;
+  WatchedExchange watched(exchange);
+  RequestRecord record{.id = random_id(), .method = request.method, .path = request.path};
+  co_await impl_->answer(request, watched, record);
+  if (!impl_->options.on_answered) co_return;
+  record.status = watched.status();
+  record.stream = watched.streams();
+  record.seconds = watch.seconds();
+  impl_->options.on_answered(record);
 }
 
 // ---- Small endpoints
@@ -376,20 +426,21 @@ Job Api::Impl::job_for(const CompletionRequest& wanted, const std::vector<TokenI
   return job;
 }
 
-Reply Api::Impl::reply_for(Asked& work) const {
+Reply Api::Impl::reply_for(Asked& work, const std::string& id) const {
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   return Reply(work.request, model.vocabulary(),
-               {.id = random_id(),
+               {.id = id,
                 .model = options.model_id,
                 .created = std::chrono::duration_cast<std::chrono::seconds>(now).count()},
                std::move(work.prompts));
 }
 
 asio::awaitable<void> Api::Impl::complete(Endpoint endpoint, const HttpRequest& request,
-                                          HttpExchange& exchange) {
+                                          HttpExchange& exchange, RequestRecord& record) {
   auto work = co_await on_worker([&] { return read(endpoint, request); });
   if (!work) {
     metrics.note_refused("invalid");
+    note_error(work.error(), record);
     co_return co_await send(exchange, reply_of(work.error()));
   }
   const auto queue = std::make_shared<EventQueue>(co_await asio::this_coro::executor);
@@ -397,9 +448,15 @@ asio::awaitable<void> Api::Impl::complete(Endpoint endpoint, const HttpRequest& 
     work->jobs[choice].listener = [queue, choice](JobEvent event) { queue->push(choice, std::move(event)); };
   }
   const auto jobs = service.submit(std::move(work->jobs));
-  if (!jobs) co_return co_await send(exchange, reply_of(jobs.error()));
-  Reply reply = reply_for(*work);
+  if (!jobs) {
+    note_error(jobs.error(), record);
+    co_return co_await send(exchange, reply_of(jobs.error()));
+  }
+  Reply reply = reply_for(*work, record.id);
+  record.id = reply.id();
   co_await follow(work->request.stream, reply, *queue, exchange);
+  record.usage = reply.totals();
+  if (reply.error()) note_error(*reply.error(), record);
   if (reply.ended()) co_return;
   for (const JobId job : *jobs) service.cancel(job);
 }

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -11,6 +12,7 @@
 #include "model/model.h"
 #include "serve/http_server.h"
 #include "serve/metrics.h"
+#include "serve/request_record.h"
 #include "serve/service.h"
 
 namespace dualdecoder {
@@ -22,6 +24,7 @@ struct ApiOptions {
   std::string cors_origin;            // "*" or an origin; empty: pages of other origins may not ask
   std::string chat_template;          // one of libllama's names; empty: the model's own
   std::chrono::milliseconds comment_period{10'000};  // of silence in a stream, before a comment line
+  std::function<void(const RequestRecord&)> on_answered = {};  // on the HTTP thread; must not block
 };
 
 class Api {

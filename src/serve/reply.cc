@@ -59,10 +59,7 @@ Reply::Reply(const CompletionRequest& request, const Vocabulary& vocabulary, Rep
 
 ordered_json Reply::frame(bool chunk) const {
   const char* object = !chat() ? "text_completion" : chunk ? "chat.completion.chunk" : "chat.completion";
-  return {{"id", (chat() ? "chatcmpl-" : "cmpl-") + head_.id},
-          {"object", object},
-          {"created", head_.created},
-          {"model", head_.model}};
+  return {{"id", id()}, {"object", object}, {"created", head_.created}, {"model", head_.model}};
 }
 
 std::string Reply::token_text(TokenId token) const { return vocabulary_.piece(token, true); }
@@ -187,21 +184,30 @@ void Reply::take(std::uint32_t index, JobEvent event, std::vector<std::string>* 
 
 // ---- Ends
 
-ordered_json Reply::usage() const {
-  std::uint64_t prompt = 0;
-  std::uint64_t cached = 0;
-  std::uint64_t made = 0;
+RequestUsage Reply::totals() const {
+  RequestUsage sum;
   for (std::size_t i = 0; i < choices_.size(); ++i) {
-    const JobEnd& end = *choices_[i].end;
-    made += end.tokens;
-    if (i % request_.choices != 0) continue;  // a prompt counts once
-    prompt += end.prompt_tokens;
-    cached += end.cached_tokens;
+    const std::optional<JobEnd>& end = choices_[i].end;
+    const bool first_of_prompt = i % request_.choices == 0;
+    if (first_of_prompt) sum.prompt_tokens += prompts_[i / request_.choices].size();
+    if (!end) continue;
+    if (first_of_prompt) sum.cached_tokens += end->cached_tokens;
+    sum.completion_tokens += end->tokens;
   }
-  return {{"prompt_tokens", prompt},
-          {"completion_tokens", made},
-          {"total_tokens", prompt + made},
-          {"prompt_tokens_details", {{"cached_tokens", cached}}}};
+  if (const std::optional<JobEnd>& end = choices_.front().end) {
+    sum.queue_s = end->queue_s;
+    sum.prompt_s = end->prompt_s;
+    sum.decode_s = end->decode_s;
+  }
+  return sum;
+}
+
+ordered_json Reply::usage() const {
+  const RequestUsage sum = totals();
+  return {{"prompt_tokens", sum.prompt_tokens},
+          {"completion_tokens", sum.completion_tokens},
+          {"total_tokens", sum.prompt_tokens + sum.completion_tokens},
+          {"prompt_tokens_details", {{"cached_tokens", sum.cached_tokens}}}};
 }
 
 ordered_json Reply::timings(const JobEnd& end) const {

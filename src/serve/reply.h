@@ -13,6 +13,7 @@
 #include "model/vocabulary.h"
 #include "serve/job.h"
 #include "serve/request.h"
+#include "serve/request_record.h"
 
 namespace dualdecoder {
 
@@ -29,6 +30,8 @@ class Reply {
   Reply(const CompletionRequest& request, const Vocabulary& vocabulary, ReplyHead head,
         std::vector<std::vector<TokenId>> prompts);
 
+  /// As the client sees it.
+  std::string id() const { return (chat() ? "chatcmpl-" : "cmpl-") + head_.id; }
   std::uint32_t choices() const { return static_cast<std::uint32_t>(choices_.size()); }
   /// Adds to `chunks` what the event of a choice is in a stream, each one JSON text.
   void take(std::uint32_t choice, JobEvent event, std::vector<std::string>* chunks);
@@ -36,6 +39,8 @@ class Reply {
   bool ended() const { return ended_ == choices_.size(); }
   /// Of a choice that failed. The whole request fails with it.
   const std::optional<ApiError>& error() const { return error_; }
+  /// Of the choices that have ended.
+  RequestUsage totals() const;
   /// The chunk with the usage, if it was asked for; after the end.
   std::optional<std::string> usage_chunk() const;
   /// The whole answer, after the end.

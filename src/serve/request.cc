@@ -1,6 +1,8 @@
 #include "serve/request.h"
 
+#include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <limits>
 
 #include "decode/text_assembler.h"
@@ -21,9 +23,9 @@ ApiError bad(const std::string& param, const std::string& message) {
 bool is_token(const json& value) {
   using Limits = std::numeric_limits<TokenId>;
   if (value.is_number_unsigned()) return value.get<std::uint64_t>() <= std::uint64_t{Limits::max()};
-  if (!value.is_number_integer()) return false;
-  const auto number = value.get<std::int64_t>();
-  return number >= Limits::min() && number <= Limits::max();
+  if (!value.is_number()) return false;
+  const auto number = value.get<double>();  // exact for what is in range
+  return std::trunc(number) == number && number >= Limits::min() && number <= Limits::max();
 }
 
 // ---- Messages
@@ -73,7 +75,7 @@ ApiResult<ChatMessage> read_message(const json& message, const std::string& path
                                                            "developer, user and assistant",
                                                            *role)));
   }
-  if (const json* calls = reader.any("tool_calls"); calls != nullptr && !calls->empty()) {
+  if (const json* calls = reader.any("tool_calls"); calls != nullptr && *calls != json::array()) {
     return std::unexpected(bad(path + ".tool_calls", "tools are not supported"));
   }
   auto content = read_content(reader.any("content"), path + ".content");
@@ -149,10 +151,15 @@ void read_sampling(JsonReader& reader, SamplingOptions& sampling) {
   };
   set(sampling.temperature, reader.number("temperature", 0.0, 100.0));
   set(sampling.top_k, reader.integer("top_k", 0, std::numeric_limits<std::int32_t>::max()));
-  set(sampling.top_p, reader.number("top_p", 0.0, 1.0));
-  if (sampling.top_p == 0.0f) reader.refuse("top_p", "wanted is a number above 0, up to 1");
-  set(sampling.min_p, reader.number("min_p", 0.0, 1.0));
-  if (sampling.min_p == 1.0f) reader.refuse("min_p", "wanted is a number from 0, below 1");
+  // What is just within the range of a double may be at its end as a float.
+  if (const auto top_p = reader.number("top_p", 0.0, 1.0)) {
+    if (*top_p == 0.0) reader.refuse("top_p", "wanted is a number above 0, up to 1");
+    sampling.top_p = std::max(static_cast<float>(*top_p), std::numeric_limits<float>::min());
+  }
+  if (const auto min_p = reader.number("min_p", 0.0, 1.0)) {
+    if (*min_p == 1.0) reader.refuse("min_p", "wanted is a number from 0, below 1");
+    sampling.min_p = std::min(static_cast<float>(*min_p), std::nextafter(1.0f, 0.0f));
+  }
   for (const char* name : {"repetition_penalty", "repeat_penalty"})
     set(sampling.repeat_penalty, reader.number(name, 0.01, 100.0));
   set(sampling.frequency_penalty, reader.number("frequency_penalty", -2.0, 2.0));
@@ -232,11 +239,11 @@ void read_streaming(JsonReader& reader, CompletionRequest& request) {
 void refuse_unsupported(JsonReader& reader) {
   for (const char* name : {"tools", "functions"}) {
     const json* value = reader.any(name);
-    if (value != nullptr && !value->empty()) reader.refuse(name, "tools are not supported");
+    if (value != nullptr && *value != json::array()) reader.refuse(name, "tools are not supported");
   }
   for (const char* name : {"suffix", "audio", "prediction"}) {
     const json* value = reader.any(name);
-    if (value != nullptr && !(value->is_string() && value->empty())) reader.refuse(name, "is not supported");
+    if (value != nullptr && *value != "") reader.refuse(name, "is not supported");
   }
   if (const json* format = reader.object("response_format")) {
     if (format->value("type", json()) != "text") {

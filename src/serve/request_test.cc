@@ -115,6 +115,7 @@ TEST(Request, TakesPromptsAsTextTokensOrListsOfEither) {
   };
   EXPECT_EQ(std::get<std::string>(prompts("")->prompts.at(0)), "");
   EXPECT_EQ(std::get<std::vector<TokenId>>(prompts({1, 2})->prompts.at(0)), (std::vector<TokenId>{1, 2}));
+  EXPECT_EQ(std::get<std::vector<TokenId>>(prompts({3.0})->prompts.at(0)), std::vector<TokenId>{3});
   EXPECT_EQ(prompts({{1}, {2}})->prompts.size(), 2U);
   EXPECT_EQ(prompts({"a", "b"})->prompts.size(), 2U);
   for (const json& bad : {json(5), json::array(), json({1.5}), json({2147483648}), json({{}}), json({1, "a"}),
@@ -125,6 +126,8 @@ TEST(Request, TakesPromptsAsTextTokensOrListsOfEither) {
 
 TEST(Request, ChecksStopsBiasesAndOptionsOfStreams) {
   EXPECT_EQ(read_chat({{"stop", "x"}})->stop, std::vector<std::string>{"x"});
+  EXPECT_LT(read_chat({{"min_p", 0.9999999999999999}})->sampling.min_p, 1.0f);
+  EXPECT_GT(read_chat({{"top_p", 1e-300}})->sampling.top_p, 0.0f);
   EXPECT_THAT(refusal(read_chat({{"stop", ""}})), HasSubstr("stop|"));
   EXPECT_THAT(refusal(read_chat({{"stop", {1}}})), HasSubstr("the number 1"));
   EXPECT_THAT(refusal(read_chat({{"stop", std::vector<std::string>(17, "x")}})), HasSubstr("16"));
@@ -134,7 +137,8 @@ TEST(Request, ChecksStopsBiasesAndOptionsOfStreams) {
   EXPECT_THAT(refusal(read_chat({{"stream_options", {{"include_usage", true}}}})), HasSubstr("stream"));
   EXPECT_TRUE(read_chat({{"stream", true}, {"stream_options", {{"include_usage", true}}}})->include_usage);
   EXPECT_THAT(refusal(read_chat({{"tools", {{{"type", "function"}}}}})), HasSubstr("tools"));
-  EXPECT_EQ(refusal(read_chat({{"tools", json::array()}, {"unknown", {1, 2}}})), "");
+  EXPECT_THAT(refusal(read_chat({{"functions", json::object()}})), HasSubstr("functions"));
+  EXPECT_EQ(refusal(read_chat({{"tools", json::array()}, {"suffix", ""}, {"unknown", {1, 2}}})), "");
 }
 
 }  // namespace

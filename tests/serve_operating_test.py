@@ -1,0 +1,261 @@
+"""`dualdecoder serve` as those meet it who run it: its configuration, its log, what a crash leaves behind, its dashboard."""
+
+import json
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from conftest import ROOT, dualdecoder, make_tiny
+from serving import Server, end_of, text_of
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny(tmp_path_factory.mktemp("models") / "tiny.gguf")
+
+
+def written(path, text):
+    path.write_text(text)
+    return path
+
+
+# ---- --config
+
+
+def test_a_config_file_counts_where_neither_the_command_line_nor_the_environment_says_anything(model, tmp_path):
+    config = written(
+        tmp_path / "serve.conf",
+        "# a comment\n\nctx-size = 1k\nparallel=2\n  queue = 7 \nalias = \"from the file\"\nbatch-invariant = true\n"
+        "api-key = a b#c,d\napi-key = second\nblock-size = 16\n",
+    )
+    environment = {"DUALDECODER_QUEUE": "8", "DUALDECODER_PARALLEL": "3"}
+    with Server(model, "--config", config, "--parallel", 4, env=environment) as server:
+        assert server.get("/props").status == 401
+        for server.key in ("second", "a b#c,d"):
+            props = server.get("/props").json
+            assert (props["sequences"], props["queue"], props["context"], props["block_tokens"]) == (4, 8, 1024, 16)
+            assert props["model"] == "from the file"
+    with Server(model, env={"DUALDECODER_CONFIG": str(config)}) as server:
+        server.key = "second"
+        props = server.get("/props").json
+        assert (props["sequences"], props["queue"]) == (2, 7)
+
+
+def test_the_model_may_be_named_in_the_file(model, tmp_path):
+    result = dualdecoder("serve", "--config", written(tmp_path / "conf", f"model = {tmp_path}/none.gguf\n"), timeout=20)
+    assert result.code == 1 and len(result.errors) == 1 and "none.gguf" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "text, part",
+    [
+        ("port = 0\nprot = 1\n", ":2: there is no option --prot"),
+        ("help = true\n", ":1: there is no option --help"),
+        ("config = other\n", ":1: there is no option --config"),
+        ("[server]\nport = 0\n", ":1: wanted is NAME = VALUE"),
+        ("port = many\n", "--port"),
+        ("port = 70000\n", "--port"),
+        ("port = 1\nport = 2\n", "--port"),
+        ("block-size = 17\n", "--block-size"),
+        (None, "missing.conf"),
+    ],
+)
+def test_what_is_wrong_in_a_config_file_is_one_clear_error(model, tmp_path, text, part):
+    config = tmp_path / "missing.conf" if text is None else written(tmp_path / "serve.conf", text)
+    result = dualdecoder("serve", "-m", model, "--config", config, timeout=20)
+    assert result.code == 2 and len(result.errors) == 1 and part in result.stderr, result.stderr
+    assert result.stderr.startswith("dualdecoder: ")
+
+
+def test_a_draft_model_is_loaded_and_changes_nothing_of_a_greedy_answer(model):
+    fields = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    with Server(model, "-c", 512, "--batch-invariant") as server:
+        wanted = server.tokens("Hello there", **fields)
+    with Server(model, "-c", 512, "--batch-invariant", "--draft", f"model:{model}", "--accept") as server:
+        assert server.tokens("Hello there", **fields) == wanted
+        assert server.metrics()["dualdecoder:guesses_total"] > 0
+
+
+# ---- The log
+
+SECRET = "walrus"  # in every prompt, never in the log
+
+
+def logged(server, count):
+    """The objects of the last lines, when there are that many more than at the start."""
+    deadline = time.monotonic() + 2
+    while True:
+        lines = [json.loads(line) for line in server.log]
+        requests = [line for line in lines if line["message"] == "request"]
+        if len(requests) >= count or time.monotonic() > deadline:
+            assert len(requests) == count, lines
+            return requests
+        time.sleep(0.01)
+
+
+def test_every_line_of_a_json_log_is_an_object_and_requests_have_their_figures(model):
+    options = ["--log-format", "json", "--log-requests", "all", "--block-size", 16, "--batch-invariant", "-c", 512]
+    with Server(model, *options) as server:
+        fields = {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
+        for _ in range(2):
+            server.complete(SECRET * 10, n=2, **fields)
+        chat = {"messages": [{"role": "user", "content": SECRET}], **fields}
+        events = list(server.stream("/v1/chat/completions", chat))
+        server.post("/v1/completions", {"prompt": SECRET, "stop": 5, "user": SECRET})
+        server.post("/v1/completions", b'{"prompt": "' + SECRET.encode())
+        server.post("/v1/chat/completions", {"messages": [{"role": SECRET, "content": SECRET}]})
+        server.get(f"/health?{SECRET}")
+        server.get("/nothing")
+        first, again, streamed, wrong, cut, role, health, nothing = logged(server, 8)
+        assert first["method"] == "POST" and first["path"] == "/v1/completions" and first["status"] == 200
+        assert first["prompt_tokens"] == 61 and first["completion_tokens"] == 10 and not first["stream"]
+        assert again["cached_tokens"] == 48 and again["id"] != first["id"] and again["id"].startswith("cmpl-")
+        assert 0 < again["decode_seconds"] <= again["seconds"] and again["queue_seconds"] >= 0
+        assert streamed["id"] == events[0]["id"] and streamed["stream"] and streamed["completion_tokens"] == 5
+        assert (wrong["status"], wrong["error"], wrong["level"]) == (400, "invalid_request_error", "warning")
+        assert (cut["status"], cut["error"]) == (400, "invalid_json") and "prompt_tokens" not in cut
+        assert role["status"] == 400 and health["path"] == "/health" and health["level"] == "info"
+        assert nothing["status"] == 404 and nothing["path"] == "/nothing"
+        assert server.stop() == 0
+        for line in map(json.loads, server.log):
+            assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"])
+            assert line["level"] in ("info", "warning", "error") and line["message"]
+        assert SECRET not in "".join(server.log)
+        assert "shutting down" in json.loads(server.log[-1])["message"]
+
+
+def test_a_client_that_leaves_is_logged_as_such(model):
+    with Server(model, "-c", 8192, "--log-format", "json", "--near-slots", 1024) as server:
+        with server.running_stream("a", max_tokens=8000, ignore_eos=True):
+            pass
+        [left] = logged(server, 1)
+        assert left["status"] == 499 and left["prompt_tokens"] == 2
+
+
+def test_a_text_log_has_a_line_for_each_completion_unless_told_otherwise(model):
+    for which, parts in (("answers", ["completions 200"]), ("none", []), ("all", ["completions 200", "GET /version 200"])):
+        with Server(model, "-c", 512, *([] if which == "answers" else ["--log-requests", which])) as server:
+            started = len(server.log)
+            server.complete("abc", max_tokens=3, ignore_eos=True)
+            server.get("/version")
+            assert server.stop() == 0
+            lines = [line for line in server.log[started:] if "shutting down" not in line]
+            assert len(lines) == len(parts)
+            for line, part in zip(lines, parts):
+                assert line.startswith("dualdecoder: ") and part in line
+            if parts:
+                assert "| prompt 4 (0 cached) | answer 3 | cmpl-" in lines[0]
+
+
+def test_failures_at_the_start_are_objects_too(model):
+    result = dualdecoder("serve", "-m", model, "--log-format", "json", "--host", "nowhere", timeout=20)
+    [line] = map(json.loads, result.errors)
+    assert result.code == 2 and line["level"] == "error" and "--host" in line["message"]
+
+
+# ---- S5 to S8
+
+CALL = """<tool>{"city": [1, 'Zü']}"""  # every byte at most twice, as the model's script wants it
+
+
+def test_s5_a_tool_call_cut_at_any_byte_is_text(tmp_path):
+    script = b"\n" + CALL.encode()
+    model = make_tiny(tmp_path / "scripted.gguf", "--layers", "24", "--script", script.hex())
+    with Server(model, "-c", 512, "--batch-invariant") as server:
+        chat = {"messages": [{"role": "user", "content": "x"}], "temperature": 0}
+        for length in range(1, len(CALL.encode()) + 1):
+            reply = server.post("/v1/chat/completions", {**chat, "max_tokens": length})
+            [choice] = reply.json["choices"]
+            wanted = CALL.encode()[:length].decode("utf-8", errors="ignore")
+            assert (reply.status, choice["message"]["content"], choice["finish_reason"]) == (200, wanted, "length")
+            events = list(server.stream("/v1/chat/completions", {**chat, "max_tokens": length}))
+            assert (events[-1], text_of(events), end_of(events)) == ("[DONE]", wanted, "length")
+        server.probe()
+
+
+def test_s6_a_killed_server_leaves_nothing_that_a_later_one_trips_over(model, tmp_path):
+    shared = set(os.listdir("/dev/shm"))
+    temporary = set(os.listdir("/tmp"))
+    sizes = []
+    for _ in range(5):
+        with Server(model, "-c", 1024, "--far", f"file:{tmp_path}", "--block-size", 16, "--batch-invariant") as server:
+            server.probe()
+            with server.running_stream("x" * 300, max_tokens=500, ignore_eos=True):
+                server.wait_for("num_requests_running", 1)
+                assert server.stop(signal.SIGKILL) == -signal.SIGKILL
+        sizes.append({name: os.stat(tmp_path / name).st_size for name in os.listdir(tmp_path)})
+    assert set(os.listdir("/dev/shm")) - shared == set()
+    assert not [name for name in set(os.listdir("/tmp")) - temporary if "dualdecoder" in name]
+    assert sizes[0].keys() == sizes[-1].keys(), sizes
+    assert sum(sizes[-1].values()) <= 2 * sum(sizes[0].values()) + 2**20, sizes
+
+
+def expectation(server):
+    [line] = [line for line in server.log if "expected: " in line]
+    return float(re.search(r"expected: ([\d.e+]+) tokens/s", line)[1]), line
+
+
+def test_s8_the_start_tells_the_speed_to_expect_and_warns_of_a_far_tier_that_is_too_slow(model):
+    options = ["-c", 2048, "--block-size", 16, "--recent-tokens", 32, "--sink-tokens", 16]
+    with Server(model, *options, "--budget", 64) as server:
+        fast, line = expectation(server)
+        assert fast > 10 and "a step computes for" in line and "/s" in line
+        assert not [line for line in server.log if "warning" in line]
+    with Server(model, *options, "--budget", 512, "--residency", "none", "--far", "link:256KiB@100") as server:
+        slow, _ = expectation(server)
+        assert slow < fast / 10
+        assert [line for line in server.log if "warning: an answer will get" in line], server.log
+    with Server(model, *options, "--budget", 64, "--far-size", "64KiB") as server:
+        assert expectation(server)[0] > 10
+    with Server(model, *options, "--no-measure") as server:
+        assert not [line for line in server.log if "expected" in line]
+    with Server(model, *options, "--far", "none") as server:
+        assert not [line for line in server.log if "expected" in line]
+
+
+# ---- Metrics, and what is written about them
+
+METRIC = re.compile(r"dualdecoder:(\w+)")
+
+
+def exported(server):
+    """Names without what a histogram adds; kinds that appear with their first event have been seen."""
+    server.complete("a", max_tokens=1)
+    server.post("/v1/completions", {"prompt": 5})
+    text = server.get("/metrics").body.decode()
+    return set(re.findall(r"^# TYPE dualdecoder:(\w+) ", text, re.MULTILINE))
+
+
+def named_in(*path):
+    names = METRIC.findall(ROOT.joinpath(*path).read_text())
+    return {re.sub(r"_bucket$", "", name) for name in names}
+
+
+def test_metrics_that_documentation_and_dashboard_name_are_exported_and_all_are_documented(model):
+    with Server(model, "-c", 512) as server:
+        names = exported(server)
+    assert named_in("packaging", "grafana.json") <= names
+    assert named_in("docs", "operating.md") == names
+
+
+def test_the_dashboard_has_panels_with_queries():
+    dashboard = json.loads((ROOT / "packaging" / "grafana.json").read_text())
+    assert len(dashboard["panels"]) == len({panel["id"] for panel in dashboard["panels"]}) > 10
+    for panel in dashboard["panels"]:
+        assert panel["title"] and all(METRIC.search(target["expr"]) for target in panel["targets"])
+
+
+def test_options_that_the_unit_and_its_configuration_use_exist(model, tmp_path):
+    unit = (ROOT / "packaging" / "dualdecoder.service").read_text()
+    [command] = re.findall(r"^ExecStart=/usr/bin/dualdecoder (serve .*)$", unit, re.MULTILINE)
+    config = (ROOT / "packaging" / "serve.conf").read_text()
+    config = config.replace("/srv/models/model.gguf", str(model)).replace("/var/cache/dualdecoder", str(tmp_path))
+    config = config.replace("40GiB", "40MiB").replace("32k", "1k").replace("port = 8080", "port = 0").replace("host = 127.0.0.1", "host = nowhere")
+    path = written(tmp_path / "serve.conf", config.replace("#api-key-file", "api-key-file").replace("/etc/dualdecoder/keys", str(tmp_path / "keys")))
+    written(tmp_path / "keys", "secret\n")
+    result = dualdecoder(*command.replace("/etc/dualdecoder/serve.conf", str(path)).split(), timeout=20)
+    [line] = map(json.loads, result.errors)
+    assert "--host nowhere" in line["message"], line  # so far it came, and no further
