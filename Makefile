@@ -7,11 +7,11 @@ DEMO_QUESTION ?= What is the access code of the boathouse door?
 # CI refuses warnings; a user whose compiler is newer than ours should still get a build. So should the sanitizers:
 # between their checks GCC takes sound code for overlaps and mismatches. Every file is built without them, too.
 WERROR := $(if $(filter true,$(CI)),ON,OFF)
-build/asan/build.ninja build/tsan/build.ninja: WERROR := OFF
+build/asan/build.ninja build/tsan/build.ninja build/fuzz/build.ninja: WERROR := OFF
 SOURCES = git ls-files -z --cached --others --exclude-standard -- '*.h' '*.cc'
 CLANG_FORMAT = xargs -0r clang-format-14
 
-.PHONY: help setup model models build demo serve test test-long test-asan test-tsan bench format format-check clean
+.PHONY: help setup model models build demo serve test test-long test-asan test-tsan fuzz bench format format-check clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,7 +30,7 @@ $(SMOLLM2) $(GEMMA3): tools/get_models.py | setup
 	@.venv/bin/python tools/get_models.py $@
 
 # Later changes to CMakeLists.txt are ninja's to notice.
-build/release/build.ninja build/asan/build.ninja build/tsan/build.ninja: build/%/build.ninja: CMakePresets.json | setup
+build/release/build.ninja build/asan/build.ninja build/tsan/build.ninja build/fuzz/build.ninja: build/%/build.ninja: CMakePresets.json | setup
 	@cmake --preset $* -DDUALDECODER_WERROR=$(WERROR)
 	@touch $@
 
@@ -58,6 +58,15 @@ test-asan test-tsan: test-%: build/%/build.ninja
 
 test-asan: ## Tests labelled fast, with AddressSanitizer and UndefinedBehaviorSanitizer
 test-tsan: ## Tests labelled fast, with ThreadSanitizer
+
+FUZZ ?= far gguf grammar request schema text
+FUZZ_SECONDS ?= 120
+# Inputs that are found stay in the build folder. libllama and ggml are not instrumented: their memory is not looked at.
+fuzz: build/fuzz/build.ninja ## Fuzz targets one after the other, two minutes each: FUZZ="schema" FUZZ_SECONDS=600
+	@ninja -C build/fuzz $(addsuffix _fuzz,$(FUZZ))
+	@for name in $(FUZZ); do mkdir -p build/fuzz/corpus/$$name; \
+	  build/fuzz/tests/$${name}_fuzz -max_total_time=$(FUZZ_SECONDS) -timeout=10 -rss_limit_mb=4096 -use_value_profile=1 -print_final_stats=1 \
+	    -close_fd_mask=1 -artifact_prefix=build/fuzz/$$name- build/fuzz/corpus/$$name tests/fuzz/corpus/$$name || exit 1; done
 
 # Results that are there are kept; BENCH_DIR=... for another place.
 BENCH_DIR ?= build/bench

@@ -293,7 +293,7 @@ def test_top_logprobs_of_a_chat_have_a_limit(server):
         {"messages": [{"role": "user", "content": "x"}], "stream": "yes"},
         {"messages": [{"role": "user", "content": "x"}], "stream_options": 1},
         {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]},
-        {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
+        {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "yaml"}},
         {"messages": [{"role": "user", "content": "x"}], "logit_bias": [1]},
         {"messages": [{"role": "user", "content": "x"}], "model": 1},
     ],

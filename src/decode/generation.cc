@@ -101,8 +101,15 @@ Result<std::unique_ptr<Generation>> Generator::start(std::vector<TokenId> prompt
   std::unique_ptr<Generation> generation(new Generation(
       std::move(prompt), std::move(options), std::move(sampler), Draft(engine_, engine_.options().draft)));
   if (Status status = begin_sequence(*generation); !status) return std::unexpected(status.error());
+  begin_grammar(*generation);
   for (const TokenId token : generation->prompt_) generation->remember(token);
   return generation;
+}
+
+void Generator::begin_grammar(Generation& generation) {
+  if (!generation.options_.grammar) return;
+  if (!texts_) texts_ = std::make_shared<TokenTexts>(engine_.model().vocabulary());
+  generation.grammar_ = std::make_unique<GrammarMatcher>(generation.options_.grammar, texts_);
 }
 
 // With a kept prefix, if there is one that can be read.
@@ -310,12 +317,12 @@ Draft::Draw Generator::draw_of(Generation& generation) {
 std::optional<TokenId> Generator::draw(Generation& generation, std::span<const float> row) {
   const Vocabulary& vocabulary = engine_.model().vocabulary();
   const auto position = static_cast<std::uint32_t>(generation.prompt_.size() + generation.tokens_.size());
-  const auto token = generation.sampler_.sample(row, position, scratch_);
+  const auto token = generation.sampler_.sample(row, position, scratch_, generation.grammar_.get());
   if (!token) {
-    generation.error_ = token.error();
-    generation.finish(FinishReason::kError);
+    end_undrawn(generation, token.error());
     return std::nullopt;
   }
+  if (generation.grammar_) generation.grammar_->accept(*token);
   if (generation.options_.on_token) generation.options_.on_token(*token, row);
   generation.remember(*token);
   generation.tokens_.push_back(*token);
@@ -334,10 +341,23 @@ std::optional<TokenId> Generator::draw(Generation& generation, std::span<const f
   return generation.running() ? std::optional(*token) : std::nullopt;
 }
 
-// With the noise of its position and the same history: what draw() will say of the same logits.
+// A text that can only end has ended, whether or not a token says so. Else nothing can be drawn.
+void Generator::end_undrawn(Generation& generation, const Error& error) {
+  const GrammarMatcher* const grammar = generation.grammar_.get();
+  const bool out_of_tokens = grammar != nullptr && error.code == ErrorCode::kInvalidArgument;
+  if (out_of_tokens && !grammar->exhausted() && grammar->complete())
+    return generation.finish(FinishReason::kStop);
+  generation.error_ = error;
+  if (out_of_tokens && grammar->exhausted())
+    generation.error_.message = "the grammar is too ambiguous: there are too many ways of reading the text";
+  generation.finish(FinishReason::kError);
+}
+
+// With the noise of its position and the same history: what draw() will say of the same logits. The grammar
+// has read what was drawn, and a guess is of what comes next: it is asked the same.
 std::optional<TokenId> Generator::guess(const Generation& generation, std::span<const float> logits,
                                         std::uint32_t position) {
-  const auto token = generation.sampler_.sample(logits, position, scratch_);
+  const auto token = generation.sampler_.sample(logits, position, scratch_, generation.grammar_.get());
   return token ? std::optional(*token) : std::nullopt;
 }
 

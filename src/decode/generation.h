@@ -26,6 +26,7 @@
 #include "base/error.h"
 #include "decode/draft.h"
 #include "decode/engine.h"
+#include "decode/grammar_matcher.h"
 #include "decode/policy_chooser.h"
 #include "decode/sampler.h"
 #include "decode/text_assembler.h"
@@ -36,6 +37,7 @@ struct GenerationOptions {
   SamplingOptions sampling;
   std::vector<std::string> stop;            // at most kMaxStopStrings
   std::optional<std::uint32_t> tokens_max;  // none: until the model ends or the context is full
+  std::shared_ptr<const Grammar> grammar;   // that the text is to follow; null: none
   /// Where the engine keeps prefixes: begin with a kept one, and keep this one.
   bool reuse_prefix = true;
   bool exact_prefix_only = false;  // none whose tokens attended to a selection
@@ -57,7 +59,7 @@ struct PromptPiece {
 
 enum class FinishReason {
   kRunning,
-  kStop,    // an end token or a stop string
+  kStop,    // an end token, a stop string, or the end of the grammar
   kLength,  // tokens_max, or the context is full
   kAbort,   // stopped from outside
   kError,   // of this generation alone; see error()
@@ -103,6 +105,7 @@ class Generation {
   std::vector<TokenId> prompt_;
   GenerationOptions options_;
   Sampler sampler_;
+  std::unique_ptr<GrammarMatcher> grammar_;  // knows the tokens drawn, never a guess; null: no grammar
   Draft draft_;
   TextAssembler assembler_;
   std::vector<TokenId> tokens_;
@@ -148,6 +151,8 @@ class Generator {
   void end_prompt(Generation& generation, const float* logits);
   Status begin_sequence(Generation& generation);
   void keep_blocks(Generation& generation);
+  void begin_grammar(Generation& generation);
+  void end_undrawn(Generation& generation, const Error& error);
   void settle(Generation& generation);
   bool restart(Generation& generation);
   Draft::Draw draw_of(Generation& generation);
@@ -158,6 +163,7 @@ class Generator {
   Engine& engine_;
   std::vector<TokenId> end_tokens_;
   SamplerScratch scratch_;
+  std::shared_ptr<const TokenTexts> texts_;  // made for the first grammar
   std::optional<PolicyChooser> chooser_;
   std::vector<StepGroup> groups_;
   std::vector<Generation*> members_;  // of groups_

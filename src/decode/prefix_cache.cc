@@ -11,6 +11,10 @@ namespace {
 
 // Pages that leave together.
 constexpr std::uint32_t kEvictedAtOnce = 8;
+// Of ids and times of use in an index: far from the end of counting.
+constexpr std::uint64_t kNumberMax = std::uint64_t{1} << 62;
+
+bool is_id(std::uint64_t number) { return number > 0 && number < kNumberMax; }
 
 std::uint64_t hash_of(PrefixNodeId parent, std::span<const TokenId> tokens) {
   return hash_values(tokens) ^ (parent * 0x9E3779B97F4A7C15);
@@ -49,6 +53,7 @@ Status PrefixCache::load() {
   if (!roots) return std::unexpected(roots.error());
   std::set<PrefixNodeId> root_ids;
   for (const KeptRoot& root : *roots) {
+    if (!is_id(root.id)) continue;
     roots_.emplace(root.salt, root.id);
     root_ids.insert(root.id);
     next_id_ = std::max(next_id_, root.id + 1);
@@ -59,9 +64,8 @@ Status PrefixCache::load() {
   std::vector<bool> taken(pages_there);
   std::vector<KeptPage> good;
   for (KeptPage& page : *pages) {
-    next_id_ = std::max(next_id_, page.id + 1);
-    now_ = std::max(now_, page.used);
-    const bool fits = page.page.value < pages_there && !taken[page.page.value] &&
+    const bool counts = is_id(page.id) && !root_ids.contains(page.id) && page.used < kNumberMax;
+    const bool fits = counts && page.page.value < pages_there && !taken[page.page.value] &&
                       page.tokens.size() == tiers_.geometry().block_tokens &&
                       page.checksums.size() == tiers_.geometry().layers &&
                       (nodes_.contains(page.parent) || root_ids.contains(page.parent));
@@ -69,6 +73,8 @@ Status PrefixCache::load() {
       static_cast<void>(store_->remove(page.id));
       continue;
     }
+    next_id_ = std::max(next_id_, page.id + 1);
+    now_ = std::max(now_, page.used);
     taken[page.page.value] = true;
     link(page.id, {.parent = page.parent,
                    .tokens = page.tokens,

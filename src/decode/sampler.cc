@@ -13,6 +13,7 @@
 #include <llama.h>
 
 #include "base/check.h"
+#include "decode/grammar_matcher.h"
 
 namespace dualdecoder {
 
@@ -276,12 +277,12 @@ void Sampler::forget(std::int32_t token) {
 }
 
 Result<std::int32_t> Sampler::sample(std::span<const float> logits, std::uint32_t position,
-                                     SamplerScratch& scratch) const {
+                                     SamplerScratch& scratch, GrammarMatcher* grammar) const {
   const auto tokens = static_cast<std::size_t>(vocabulary_size_);
   DD_CHECK(logits.size() == tokens && scratch.logits_.size() == tokens,
            "{} logits, scratch for {}, vocabulary of {}", logits.size(), scratch.logits_.size(), tokens);
   if (!bias_.empty() || !counts_.empty()) logits = edit(logits, scratch);
-  const Scan scan = scan_blocks(logits, scratch.block_maximum_);
+  Scan scan = scan_blocks(logits, scratch.block_maximum_);
   if (!scan.sound) {
     const auto bad = std::find_if(logits.begin(), logits.end(), [](float x) { return !(x < kInfinity); });
     return fail(ErrorCode::kInternal,
@@ -293,8 +294,36 @@ Result<std::int32_t> Sampler::sample(std::span<const float> logits, std::uint32_
     return fail(ErrorCode::kInvalidArgument, "no token is left for position {}: all {} are excluded",
                 position, tokens);
   }
+  if (grammar != nullptr) {
+    if (const auto token = draw_allowed(logits, scan.maximum, position, scratch, *grammar)) return *token;
+    std::vector<float>& allowed = scratch.logits_;
+    if (logits.data() != allowed.data()) std::copy(logits.begin(), logits.end(), allowed.begin());
+    for (std::size_t token = 0; token < tokens; ++token) {
+      if (!grammar->allows(static_cast<std::int32_t>(token))) allowed[token] = -kInfinity;
+    }
+    logits = allowed;
+    scan = scan_blocks(logits, scratch.block_maximum_);
+    if (scan.maximum == -kInfinity) {
+      return fail(ErrorCode::kInvalidArgument, "the grammar allows no token for position {}", position);
+    }
+  }
   if (options_.temperature == 0.0f) return first_token_with(logits, scan.maximum, scratch.block_maximum_);
   return draw(filter(logits, scan.maximum, scratch), position);
+}
+
+// Of the tokens that the filters leave; nothing when the grammar allows none of these.
+std::optional<std::int32_t> Sampler::draw_allowed(std::span<const float> logits, float maximum,
+                                                  std::uint32_t position, SamplerScratch& scratch,
+                                                  GrammarMatcher& grammar) const {
+  if (options_.temperature == 0.0f) {
+    const std::int32_t likeliest = first_token_with(logits, maximum, scratch.block_maximum_);
+    return grammar.allows(likeliest) ? std::optional(likeliest) : std::nullopt;
+  }
+  const std::span<const llama_token_data> candidates = filter(logits, maximum, scratch);
+  const auto end = std::copy_if(candidates.begin(), candidates.end(), scratch.candidates_.begin(),
+                                [&](const llama_token_data& c) { return grammar.allows(c.id); });
+  const std::span allowed(scratch.candidates_.begin(), end);
+  return allowed.empty() ? std::nullopt : std::optional(draw(allowed, position));
 }
 
 // Bias and penalties, on a copy.

@@ -15,6 +15,11 @@
 // Greedy (temperature 0) takes the largest logit, of equal ones the lowest token id, and uses neither seed
 // nor filters.
 //
+// Under a grammar, a token that it does not allow is out when the filters are through. Where they have left
+// none that is allowed, the grammar comes first: what it does not allow is excluded, and filters and draw
+// follow. Either way the noise is the same, so the token is a function of logits, seed, position and the text
+// before it. Most tokens cost a look at the few that the filters leave, not at the vocabulary.
+//
 // State is the penalties' history alone, and accept() alone changes it. One owner, the sequence; one thread
 // at a time per Sampler (libllama's filters have buffers inside) and per SamplerScratch.
 #pragma once
@@ -23,6 +28,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -33,6 +39,8 @@ struct llama_sampler;
 struct llama_token_data;
 
 namespace dualdecoder {
+
+class GrammarMatcher;
 
 /// Defaults are llama.cpp's. validate() says what is allowed.
 struct SamplingOptions {
@@ -94,8 +102,9 @@ class Sampler {
   /// it, [vocabulary]; -infinity excludes a token. Changes no state: asked again, or for a speculated row, it
   /// answers from the same history. The scratch must be for this vocabulary size; it holds nothing from one
   /// call to the next. NaN or +infinity among the logits gives kInternal; no token left, kInvalidArgument.
-  Result<std::int32_t> sample(std::span<const float> logits, std::uint32_t position,
-                              SamplerScratch& scratch) const;
+  /// `grammar`: what the tokens drawn so far have left of it; null for none. It is asked, and told nothing.
+  Result<std::int32_t> sample(std::span<const float> logits, std::uint32_t position, SamplerScratch& scratch,
+                              GrammarMatcher* grammar = nullptr) const;
 
   const SamplingOptions& options() const { return options_; }
 
@@ -114,6 +123,9 @@ class Sampler {
   std::span<const llama_token_data> filter(std::span<const float> logits, float maximum,
                                            SamplerScratch& scratch) const;
   std::int32_t draw(std::span<const llama_token_data> candidates, std::uint32_t position) const;
+  std::optional<std::int32_t> draw_allowed(std::span<const float> logits, float maximum,
+                                           std::uint32_t position, SamplerScratch& scratch,
+                                           GrammarMatcher& grammar) const;
 
   SamplingOptions options_;
   std::int32_t vocabulary_size_ = 0;

@@ -15,6 +15,7 @@
 #include "serve/json_reader.h"
 #include "serve/reply.h"
 #include "serve/request.h"
+#include "serve/response_format.h"
 
 namespace dualdecoder {
 namespace {
@@ -384,6 +385,9 @@ ApiResult<Asked> Api::Impl::read(Endpoint endpoint, const HttpRequest& request) 
   if (!parsed) return std::unexpected(parsed.error());
   auto wanted = read_completion_request(endpoint, *parsed);
   if (!wanted) return std::unexpected(wanted.error());
+  auto grammar = read_response_format(*parsed, request.body);
+  if (!grammar) return std::unexpected(grammar.error());
+  wanted->grammar = std::move(*grammar);
   Asked work{.request = std::move(*wanted), .prompts = {}, .jobs = {}};
   const Vocabulary& vocabulary = model.vocabulary();
   if (endpoint == Endpoint::kChat) {
@@ -414,6 +418,7 @@ Job Api::Impl::job_for(const CompletionRequest& wanted, const std::vector<TokenI
   job.prompt = prompt;
   job.options.sampling = wanted.sampling;
   job.options.stop = wanted.stop;
+  job.options.grammar = wanted.grammar;
   if (wanted.tokens_max)
     job.options.tokens_max =
         static_cast<std::uint32_t>(std::min<std::uint64_t>(*wanted.tokens_max, UINT32_MAX));

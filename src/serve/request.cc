@@ -245,11 +245,6 @@ void refuse_unsupported(JsonReader& reader) {
     const json* value = reader.any(name);
     if (value != nullptr && *value != "") reader.refuse(name, "is not supported");
   }
-  if (const json* format = reader.object("response_format")) {
-    if (format->value("type", json()) != "text") {
-      reader.refuse("response_format", R"(only {"type": "text"} is supported)");
-    }
-  }
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <variant>
@@ -10,6 +11,7 @@
 
 #include <nlohmann/json_fwd.hpp>
 
+#include "decode/grammar.h"
 #include "decode/sampler.h"
 #include "model/vocabulary.h"
 #include "serve/api_error.h"
@@ -33,6 +35,7 @@ struct CompletionRequest {
   SamplingOptions sampling;           // its seed is drawn where none was asked for
   std::vector<std::string> stop;
   std::optional<std::uint64_t> tokens_max;
+  std::shared_ptr<const Grammar> grammar;     // see response_format.h; null: none
   std::uint32_t choices = 1;                  // of each prompt
   std::optional<std::uint32_t> top_logprobs;  // none: no logprobs at all
   bool echo = false;
