@@ -13,7 +13,7 @@ namespace dualdecoder {
 namespace {
 
 using Symbol = Grammar::Symbol;
-using Sequence = std::vector<Symbol>;
+using Symbols = std::vector<Symbol>;
 
 constexpr char32_t kCharacterMax = 0x10FFFF;
 constexpr char32_t kSurrogateFirst = 0xD800;
@@ -127,7 +127,7 @@ class GrammarCompiler {
     std::string name;  // empty: of a group, a repetition or a class of characters
     bool defined = false;
     bool repeats = false;  // S ::= X S | : its last symbol is itself
-    std::vector<Sequence> alternatives;
+    std::vector<Symbols> alternatives;
   };
 
   // ---- Text
@@ -264,8 +264,8 @@ class GrammarCompiler {
     }
   }
 
-  Sequence read_sequence(std::size_t depth) {
-    Sequence sequence;
+  Symbols read_sequence(std::size_t depth) {
+    Symbols sequence;
     std::size_t last = 0;  // where the item begins that a repetition would apply to
     while (!error_ && at_ < text_.size()) {
       const std::optional<std::pair<std::uint64_t, std::optional<std::uint64_t>>> times =
@@ -276,7 +276,7 @@ class GrammarCompiler {
           refuse("a repetition needs something before it");
           break;
         }
-        const Sequence item(sequence.begin() + static_cast<std::ptrdiff_t>(last), sequence.end());
+        const Symbols item(sequence.begin() + static_cast<std::ptrdiff_t>(last), sequence.end());
         sequence.resize(last);
         repeat(item, times->first, times->second, sequence);
       } else {
@@ -325,7 +325,7 @@ class GrammarCompiler {
     return {{least, most}};
   }
 
-  bool read_item(std::size_t depth, Sequence& sequence) {
+  bool read_item(std::size_t depth, Symbols& sequence) {
     switch (const char c = peek()) {
       case '"':
         read_literal(sequence);
@@ -351,7 +351,7 @@ class GrammarCompiler {
     }
   }
 
-  void read_literal(Sequence& sequence) {
+  void read_literal(Symbols& sequence) {
     ++at_;
     while (!error_ && at_ < text_.size() && peek() != '"') {
       const char32_t c = read_character();
@@ -365,7 +365,7 @@ class GrammarCompiler {
     close('"');
   }
 
-  void read_class(Sequence& sequence) {
+  void read_class(Symbols& sequence) {
     ++at_;
     const bool negated = peek() == '^';
     if (negated) ++at_;
@@ -389,7 +389,7 @@ class GrammarCompiler {
     sequence.push_back(one_of(ranges));
   }
 
-  void read_group(std::size_t depth, Sequence& sequence) {
+  void read_group(std::size_t depth, Symbols& sequence) {
     if (depth == kGrammarDepthMax)
       return refuse(fmt::format("at most {} parentheses may stand in each other", kGrammarDepthMax));
     ++at_;
@@ -431,16 +431,16 @@ class GrammarCompiler {
     return rule;
   }
 
-  void add_alternative(std::uint32_t rule, Sequence sequence) {
+  void add_alternative(std::uint32_t rule, Symbols sequence) {
     symbols_ += sequence.size() + 1;
     if (symbols_ > kGrammarSymbolsMax)
       refuse(fmt::format("it comes to more than {} symbols", kGrammarSymbolsMax));
     if (!error_) rules_[rule].alternatives.push_back(std::move(sequence));
   }
 
-  Symbol rule_of(std::initializer_list<Sequence> alternatives) {
+  Symbol rule_of(std::initializer_list<Symbols> alternatives) {
     const std::uint32_t rule = add_rule();
-    for (const Sequence& alternative : alternatives) add_alternative(rule, alternative);
+    for (const Symbols& alternative : alternatives) add_alternative(rule, alternative);
     return {Symbol::Kind::kRule, rule};
   }
 
@@ -453,7 +453,7 @@ class GrammarCompiler {
   Symbol one_of(const std::vector<CharacterRange>& ranges) {
     const auto found = classes_.find(ranges);
     if (found != classes_.end()) return found->second;
-    std::vector<Sequence> alternatives;
+    std::vector<Symbols> alternatives;
     Grammar::ByteSet single;
     constexpr std::array<CharacterRange, 4> kOfEqualLength = {
         {{0, 0x7F}, {0x80, 0x7FF}, {0x800, 0xFFFF}, {0x10000, kCharacterMax}}};
@@ -463,7 +463,7 @@ class GrammarCompiler {
         const char32_t high = std::min(range.high, length.high);
         if (low > high) continue;
         split_by_bytes(low, high, [&](const std::string& first, const std::string& last) {
-          Sequence sequence;
+          Symbols sequence;
           for (std::size_t i = 0; i < first.size(); ++i) {
             Grammar::ByteSet set;
             for (int byte = static_cast<std::uint8_t>(first[i]); byte <= static_cast<std::uint8_t>(last[i]);
@@ -485,7 +485,7 @@ class GrammarCompiler {
     } else {
       if (single.any()) alternatives.push_back({bytes(single)});
       symbol = {Symbol::Kind::kRule, add_rule()};
-      for (Sequence& alternative : alternatives) add_alternative(symbol.index, std::move(alternative));
+      for (Symbols& alternative : alternatives) add_alternative(symbol.index, std::move(alternative));
     }
     classes_.emplace(ranges, symbol);
     return symbol;
@@ -497,11 +497,11 @@ class GrammarCompiler {
   // U(k).
 
   struct Powers {
-    Sequence exactly;  // E(k)
-    Sequence up_to;    // U(k + 1)
+    Symbols exactly;  // E(k)
+    Symbols up_to;    // U(k + 1)
   };
 
-  void repeat(const Sequence& item, std::uint64_t least, std::optional<std::uint64_t> most, Sequence& out) {
+  void repeat(const Symbols& item, std::uint64_t least, std::optional<std::uint64_t> most, Symbols& out) {
     Powers powers;
     powers.exactly = {item.size() == 1 ? item.front() : rule_of({item})};
     for (std::uint64_t rest = least; rest > 0 && !error_; rest -= std::bit_floor(rest))
@@ -531,7 +531,7 @@ class GrammarCompiler {
   Symbol up_to(Powers& powers, std::uint64_t n) {
     if (std::has_single_bit(n + 1)) return below_power(powers, log2(n + 1));
     const std::size_t k = log2(n);
-    Sequence with = {exactly(powers, k)};
+    Symbols with = {exactly(powers, k)};
     if (const std::uint64_t rest = n - (std::uint64_t{1} << k); rest > 0) with.push_back(up_to(powers, rest));
     const Symbol without = below_power(powers, k);
     return rule_of({with, {without}});
@@ -579,7 +579,7 @@ class GrammarCompiler {
       nullable[rule] = true;
     };
     for (std::uint32_t rule = 0; rule < rules_.size(); ++rule) {
-      for (const Sequence& sequence : rules_[rule].alternatives) {
+      for (const Symbols& sequence : rules_[rule].alternatives) {
         if (sequence.empty()) note(rule);
         if (std::ranges::any_of(sequence, [](const Symbol& s) { return s.kind == Symbol::Kind::kBytes; }))
           continue;
@@ -605,7 +605,7 @@ class GrammarCompiler {
     std::vector<std::size_t> begins_with(rules_.size());
     std::vector<std::vector<std::uint32_t>> begins(rules_.size());
     for (std::uint32_t rule = 0; rule < rules_.size(); ++rule) {
-      for (const Sequence& sequence : rules_[rule].alternatives) {
+      for (const Symbols& sequence : rules_[rule].alternatives) {
         for (const Symbol& symbol : sequence) {
           if (symbol.kind != Symbol::Kind::kRule) break;
           if (!(rules_[rule].repeats && symbol.index == rule)) {
@@ -640,7 +640,7 @@ class GrammarCompiler {
     auto grammar = std::make_shared<Grammar>();
     for (const Rule& rule : rules_) {
       std::vector<std::uint32_t>& firsts = grammar->rules_.emplace_back();
-      for (const Sequence& sequence : rule.alternatives) {
+      for (const Symbols& sequence : rule.alternatives) {
         firsts.push_back(static_cast<std::uint32_t>(grammar->symbols_.size()));
         grammar->symbols_.insert(grammar->symbols_.end(), sequence.begin(), sequence.end());
         grammar->symbols_.push_back({});

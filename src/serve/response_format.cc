@@ -12,7 +12,7 @@ namespace {
 using nlohmann::json;
 using nlohmann::ordered_json;
 
-constexpr std::size_t kNameBytesMax = 256;
+constexpr std::size_t kFormatNameBytesMax = 256;
 
 ApiResult<std::shared_ptr<const Grammar>> compile(const std::string& field, const std::string& gbnf) {
   auto grammar = Grammar::parse(gbnf);
@@ -51,7 +51,7 @@ ApiResult<std::string> schema_of(const ordered_json& holder, const std::string& 
 ApiResult<std::string> format_grammar(const json& format, std::string_view text) {
   const std::string path = "response_format";
   JsonReader reader(format, path + ".");
-  const auto type = reader.string("type", kNameBytesMax);
+  const auto type = reader.string("type", kFormatNameBytesMax);
   const json* const named = reader.object("json_schema");
   if (type == "json_schema" && named == nullptr) reader.refuse("json_schema", "is missing");
   if (type != "text" && type != "json_object" && type != "json_schema")
@@ -61,7 +61,7 @@ ApiResult<std::string> format_grammar(const json& format, std::string_view text)
   const bool is_schema = type == "json_schema";
   if (is_schema) {
     JsonReader inner(*named, path + ".json_schema.");
-    inner.string("name", kNameBytesMax);
+    inner.string("name", kFormatNameBytesMax);
     inner.boolean("strict");
     if (const auto status = inner.status(); !status) return std::unexpected(status.error());
   } else if (reader.any("schema") == nullptr) {
