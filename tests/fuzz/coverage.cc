@@ -15,6 +15,10 @@ void __sanitizer_cov_trace_pc() {
   ++counters[(place * 0x9E3779B97F4A7C15U) >> (64 - kCounterBits)];
 }
 
+// Comparisons of floats, which libFuzzer has no use for.
+void __sanitizer_cov_trace_cmpf(float, float) {}
+void __sanitizer_cov_trace_cmpd(double, double) {}
+
 [[gnu::constructor]] static void register_counters() {
   __sanitizer_cov_8bit_counters_init(counters, counters + sizeof(counters));
 }

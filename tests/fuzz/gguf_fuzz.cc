@@ -22,7 +22,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   }
   for (const GgufTensor& tensor : (*file)->tensors())
     DD_CHECK(tensor.offset + tensor.bytes <= size, "{}", tensor.name);
-  (*file)->first_repeated("tokenizer.ggml.tokens");
+  const std::string tokens = "tokenizer.ggml.tokens";
+  if ((*file)->array_length(tokens, GGUF_TYPE_STRING)) static_cast<void>((*file)->first_repeated(tokens));
   static_cast<void>(read_hyperparameters(**file));
   return 0;
 }
