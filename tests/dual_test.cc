@@ -101,6 +101,45 @@ class Dual : public TieredEngines, public testing::WithParamInterface<const char
     return one->tokens();
   }
 
+  /// The texts of write(), but each begins while those before it decode.
+  static std::vector<std::vector<TokenId>> write_beside(Engine& engine, float temperature) {
+    Generator generator(engine);
+    std::vector<std::unique_ptr<Generation>> all;
+    for (std::uint32_t i = 0; i < engine.options().sequences; ++i) {
+      auto generation = generator.start(random_tokens(250 + 61 * i, i + 1),
+                                        generation_options(temperature, i, 40 + 17 * i));
+      DD_CHECK(generation);
+      Generation* const one = generation->get();
+      all.push_back(std::move(*generation));
+      while (one->prompt_left() > 0) {
+        const PromptPiece piece{.generation = one, .tokens = std::min(kTierChunk, one->prompt_left())};
+        DD_CHECK(generator.begin_prompts(std::span(&piece, 1)));
+        do {
+          decode(generator, all, one);
+        } while (!generator.advance_prompts(1));
+      }
+    }
+    while (decode(generator, all, nullptr)) continue;
+    std::vector<std::vector<TokenId>> texts;
+    for (const auto& generation : all) {
+      DD_CHECK(generation->finish_reason() == FinishReason::kLength, "{}", generation->error().message);
+      texts.push_back(generation->tokens());
+    }
+    return texts;
+  }
+  /// All that run, but one; false when there are none.
+  static bool decode(Generator& generator, std::span<const std::unique_ptr<Generation>> all,
+                     const Generation* but) {
+    std::vector<Generation*> running;
+    for (const auto& generation : all) {
+      if (generation->running() && generation.get() != but) running.push_back(generation.get());
+    }
+    if (running.empty()) return false;
+    const Status status = generator.step(running);
+    DD_CHECK(status, "{}", status.error().message);
+    return true;
+  }
+
   static void expect_same_texts(const std::vector<Text>& texts, const std::vector<Text>& expected) {
     ASSERT_EQ(texts.size(), expected.size());
     for (std::size_t i = 0; i < texts.size(); ++i) EXPECT_EQ(texts[i].tokens, expected[i].tokens) << i;
@@ -239,6 +278,87 @@ TEST_P(Dual, WritesTheSameTextAloneAndInABatch) {
       EXPECT_EQ(tokens, together[i].tokens) << "sequence " << i << ", accept " << accept;
     }
   }
+}
+
+// Long prompts, computed a layer at a time while others decode, with reads of both that come when they like.
+TEST_P(Dual, WritesTheSameTextWhilePromptsPauseBetweenLayers) {
+  for (std::uint64_t seed = 1; seed <= 6; ++seed) {
+    SCOPED_TRACE(fmt::format("seed {}", seed));
+    EngineOptions options = dual_options(3, seed % 2 == 0 ? 64 : 320);
+    options.prompts_beside = true;
+    options.outputs_max = 2 * options.sequences;
+    if (seed % 3 == 0) options.tiers.resident_layers = 1;
+    const auto both = simulated(
+        *model_, options, {.seed = seed, .latency_min = milliseconds(0), .latency_max = milliseconds(50)});
+    const auto texts = write_beside(*both, 0.8f);
+    for (std::uint32_t i = 0; i < options.sequences; ++i) {
+      const auto alone = engine(*model_, dual_options(1, options.tiers.budget_tokens));
+      EXPECT_EQ(texts[i], write_alone(*alone, random_tokens(250 + 61 * i, i + 1),
+                                      generation_options(0.8f, i, 40 + 17 * i)))
+          << "sequence " << i;
+    }
+    expect_all_given_back(*both);
+  }
+}
+
+// What one sequence attends to is its own affair.
+TEST_P(Dual, WritesTheSameTextAsAnEngineOfThePolicyThatTheSequenceHasForItself) {
+  constexpr Policy kOwn[] = {Policy::kFull, Policy::kReactive, Policy::kLastSet, Policy::kPrevious,
+                             Policy::kDual};
+  EngineOptions options = small_options(std::size(kOwn));
+  options.tiers.far.kind = FarKind::kHost;
+  options.tiers.policy = Policy::kPrevious;
+  options.outputs_max = 2 * options.sequences;
+  const auto shared = engine(*model_, options);
+  Generator generator(*shared);
+  std::vector<std::unique_ptr<Generation>> all;
+  const auto own = [&](std::uint32_t i) {
+    GenerationOptions wanted = generation_options(0.8f, i, 60);
+    wanted.policy = kOwn[i];
+    wanted.budget_tokens = 32 + 32 * i;
+    return wanted;
+  };
+  for (std::uint32_t i = 0; i < std::size(kOwn); ++i) {
+    auto generation = generator.start(random_tokens(300, i + 1), own(i));
+    ASSERT_TRUE(generation && generator.prefill(**generation));
+    all.push_back(std::move(*generation));
+  }
+  while (all.front()->running()) {
+    std::vector<Generation*> running;
+    for (const auto& generation : all) {
+      if (generation->running()) running.push_back(generation.get());
+    }
+    ASSERT_TRUE(generator.step(running));
+  }
+  for (std::uint32_t i = 0; i < std::size(kOwn); ++i) {
+    EngineOptions same = small_options(1);
+    same.tiers.far.kind = FarKind::kHost;
+    same.tiers.policy = kOwn[i];
+    same.tiers.budget_tokens = 32 + 32 * i;
+    if (kOwn[i] == Policy::kDual) same.draft = {.kind = DraftKind::kSelf};
+    const auto tokens =
+        write_alone(*engine(*model_, same), random_tokens(300, i + 1), generation_options(0.8f, i, 60));
+    Generation* one = all[i].get();
+    while (one->running()) ASSERT_TRUE(generator.step(std::span(&one, 1)));
+    EXPECT_EQ(one->tokens(), tokens) << policy_name(kOwn[i]);
+    EXPECT_EQ(one->draft_stats().guesses > 0, kOwn[i] == Policy::kDual);
+  }
+}
+
+TEST_P(Dual, RefusesAPolicyThatASequenceCannotHaveForItself) {
+  EngineOptions options = small_options(1);
+  options.tiers.far.kind = FarKind::kHost;
+  options.tiers.policy = Policy::kPrevious;
+  const auto selecting = engine(*model_, options);
+  GenerationOptions wanted;
+  for (const Policy policy : {Policy::kAuto, Policy::kPreviousLayer, Policy::kOracle}) {
+    wanted.policy = policy;
+    const auto refused = Generator(*selecting).start(random_tokens(10, 1), wanted);
+    ASSERT_FALSE(refused);
+    EXPECT_THAT(refused.error().message, testing::HasSubstr("there are full, reactive"));
+  }
+  wanted.policy = Policy::kReactive;
+  EXPECT_FALSE(Generator(*engine(*model_, plain_options(1))).start(random_tokens(10, 1), wanted));
 }
 
 TEST_P(Dual, EveryGuessOfAPrimedChainIsRightWhereEverythingIsSelected) {

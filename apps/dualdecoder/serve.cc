@@ -266,7 +266,7 @@ void add_server_options(CLI::App& command, ServeOptions& options) {
   number("--np,--parallel", options.sequences, "Answers in the works at the same time", 1, 1024);
   number("--queue", options.service.queue_max, "Answers that may wait; more are refused", 0, 100'000);
   number("--max-batch-tokens", options.service.prompt_tokens_max,
-         "Tokens of prompts that one step computes at most", 1, 16384);
+         "Tokens of prompts that one step over prompts computes at most", 1, 16384);
   number("--latency-ratio", options.service.latency_ratio,
          "How many times as long a step may take for the sake of prompts, while others decode", 1.1, 100.0);
   text("--api-key", options.api.api_keys, "Key that a client must send; repeatable", "KEY");

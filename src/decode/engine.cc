@@ -5,6 +5,8 @@
 #include <cstring>
 #include <random>
 
+#include <fmt/ranges.h>
+
 #include "base/check.h"
 #include "base/clock.h"
 #include "base/f16.h"
@@ -192,7 +194,35 @@ Status Engine::set_selection(Policy policy, std::uint32_t budget_tokens) {
     return fail(ErrorCode::kInvalidArgument, "the policy {} with a budget of {} is not possible here",
                 policy_name(policy), budget_tokens);
   }
-  tiers_->set_selection(policy, plan().geometry.blocks_for(budget_tokens));
+  tiers_->set_rule({policy, plan().geometry.blocks_for(budget_tokens)});
+  return {};
+}
+
+std::vector<Policy> Engine::own_policies() const {
+  const Policy made_with = options_.tiers.policy;
+  if (!plan().tiered() || made_with == Policy::kFull) return {Policy::kFull};
+  if (made_with == Policy::kOracle) return {Policy::kOracle};
+  std::vector<Policy> policies = {Policy::kFull, Policy::kReactive, Policy::kLastSet, Policy::kPrevious,
+                                  Policy::kDual};
+  if (std::ranges::find(policies, made_with) == policies.end()) policies.push_back(made_with);
+  return policies;
+}
+
+Status Engine::check_selection(Policy policy, std::uint32_t budget_tokens) const {
+  const std::vector<Policy> policies = own_policies();
+  if (std::ranges::find(policies, policy) == policies.end()) {
+    std::vector<const char*> names;
+    for (const Policy possible : policies) names.push_back(policy_name(possible));
+    return fail(ErrorCode::kInvalidArgument, "the policy {} is not possible here; there are {}",
+                policy_name(policy), fmt::join(names, ", "));
+  }
+  if (budget_tokens > 0) return {};
+  return fail(ErrorCode::kInvalidArgument, "a budget of 0 tokens: at least 1 is needed");
+}
+
+Status Engine::set_selection(Sequence& sequence, Policy policy, std::uint32_t budget_tokens) const {
+  if (Status status = check_selection(policy, budget_tokens); !status) return status;
+  sequence.set_rule({policy, plan().geometry.blocks_for(budget_tokens)});
   return {};
 }
 
@@ -301,8 +331,8 @@ std::optional<const float*> Engine::advance_prompts(std::uint32_t layers) {
 }
 
 bool Engine::needs_prediction(const Sequence& sequence) const {
-  if (!tiers_->tiered() || tiers_->options().policy == Policy::kFull) return false;
-  return !tiers_->selects_all(tiers_->candidates_at_position(sequence.tokens() + 1));
+  if (!tiers_->tiered() || sequence.rule().policy == Policy::kFull) return false;
+  return !sequence.selects_all(tiers_->candidates_at_position(sequence.tokens() + 1));
 }
 
 Status Engine::accept_guess(Sequence& sequence) {

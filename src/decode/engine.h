@@ -81,6 +81,12 @@ class Engine {
   /// a policy that this engine was not made for: a selecting one after kFull or without a far tier,
   /// kPreviousLayer unless made with it.
   Status set_selection(Policy policy, std::uint32_t budget_tokens);
+  /// The same for one sequence alone, whatever is set for the others. kInvalidArgument for a policy that is
+  /// not one of own_policies().
+  Status set_selection(Sequence& sequence, Policy policy, std::uint32_t budget_tokens) const;
+  Status check_selection(Policy policy, std::uint32_t budget_tokens) const;
+  /// Those that a sequence may have for itself. Constant.
+  std::vector<Policy> own_policies() const;
   /// The same with the first and the last tokens, which are always near. kInvalidArgument for more of either
   /// than the engine was made with.
   Status set_window(std::uint32_t sink_tokens, std::uint32_t recent_tokens);

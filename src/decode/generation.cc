@@ -91,6 +91,9 @@ Status Generator::check(std::span<const TokenId> prompt, const GenerationOptions
       !status) {
     return status;
   }
+  if (const auto own = own_selection(options)) {
+    if (Status status = engine_.check_selection(own->policy, own->budget_tokens); !status) return status;
+  }
   return validate_stop_strings(options.stop);
 }
 
@@ -98,12 +101,25 @@ Result<std::unique_ptr<Generation>> Generator::start(std::vector<TokenId> prompt
   if (Status status = check(prompt, options); !status) return std::unexpected(status.error());
   const auto vocabulary_size = static_cast<std::int32_t>(engine_.model().vocabulary().size());
   Sampler sampler(options.sampling, vocabulary_size, end_tokens_);
-  std::unique_ptr<Generation> generation(new Generation(
-      std::move(prompt), std::move(options), std::move(sampler), Draft(engine_, engine_.options().draft)));
+  const DraftOptions draft = draft_for(options);
+  std::unique_ptr<Generation> generation(
+      new Generation(std::move(prompt), std::move(options), std::move(sampler), Draft(engine_, draft)));
   if (Status status = begin_sequence(*generation); !status) return std::unexpected(status.error());
   begin_grammar(*generation);
   for (const TokenId token : generation->prompt_) generation->remember(token);
   return generation;
+}
+
+std::optional<Generator::OwnSelection> Generator::own_selection(const GenerationOptions& options) const {
+  if (!options.policy && !options.budget_tokens) return std::nullopt;
+  const TierOptions& tiers = engine_.options().tiers;
+  return OwnSelection{options.policy.value_or(tiers.policy),
+                      options.budget_tokens.value_or(tiers.budget_tokens)};
+}
+
+DraftOptions Generator::draft_for(const GenerationOptions& options) const {
+  if (!options.policy || *options.policy == engine_.options().tiers.policy) return engine_.options().draft;
+  return {.kind = *options.policy == Policy::kDual ? DraftKind::kSelf : DraftKind::kNone};
 }
 
 void Generator::begin_grammar(Generation& generation) {
@@ -118,8 +134,12 @@ Status Generator::begin_sequence(Generation& generation) {
   if (!sequence) return std::unexpected(sequence.error());
   generation.sequence_ = std::move(*sequence);
   generation.kept_ = {};
-  PrefixCache* const prefixes = engine_.prefixes();
   const GenerationOptions& options = generation.options_;
+  if (const auto own = own_selection(options)) {
+    Status status = engine_.set_selection(*generation.sequence_, own->policy, own->budget_tokens);
+    if (!status) return status;
+  }
+  PrefixCache* const prefixes = engine_.prefixes();
   if (prefixes == nullptr || !options.reuse_prefix) return {};
   // A prompt whose rows all want logits is computed from its beginning.
   const std::span<const TokenId> wanted =
@@ -147,7 +167,7 @@ void Generator::keep_blocks(Generation& generation) {
     const std::uint32_t begin = generation.kept_.blocks * block_tokens;
     for (std::uint32_t i = 0; i < block_tokens; ++i) tokens[i] = generation.token_at(begin + i);
     const bool exact = begin + block_tokens <= generation.prompt_.size() ||
-                       engine_.tiers().options().policy == Policy::kFull;
+                       generation.sequence_->rule().policy == Policy::kFull;
     if (!prefixes->keep(*generation.sequence_, generation.kept_, tokens, exact)) return;
   }
 }
@@ -182,7 +202,9 @@ Status Generator::step(std::span<Generation* const> running) {
     for (const Generation* generation : running) count += generation->tokens_.size();
     return count;
   };
-  for (Generation* generation : running) generation->draft_.use(draft_of(chooser_->way()));
+  for (Generation* generation : running) {
+    if (!generation->options_.policy) generation->draft_.use(draft_of(chooser_->way()));
+  }
   const std::size_t before = tokens();
   const Stopwatch watch;
   Status status = run_step(running);

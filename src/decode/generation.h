@@ -38,6 +38,9 @@ struct GenerationOptions {
   std::vector<std::string> stop;            // at most kMaxStopStrings
   std::optional<std::uint32_t> tokens_max;  // none: until the model ends or the context is full
   std::shared_ptr<const Grammar> grammar;   // that the text is to follow; null: none
+  /// Its own, instead of the engine's: see Engine::own_policies(). kDual guesses, and only that.
+  std::optional<Policy> policy;
+  std::optional<std::uint32_t> budget_tokens;
   /// Where the engine keeps prefixes: begin with a kept one, and keep this one.
   bool reuse_prefix = true;
   bool exact_prefix_only = false;  // none whose tokens attended to a selection
@@ -149,6 +152,12 @@ class Generator {
   void end_prompts(const float* logits);
   void take_prompt_logits(Generation& generation, std::span<const TokenId> tokens, const float* logits);
   void end_prompt(Generation& generation, const float* logits);
+  struct OwnSelection {
+    Policy policy;
+    std::uint32_t budget_tokens;
+  };
+  std::optional<OwnSelection> own_selection(const GenerationOptions& options) const;
+  DraftOptions draft_for(const GenerationOptions& options) const;
   Status begin_sequence(Generation& generation);
   void keep_blocks(Generation& generation);
   void begin_grammar(Generation& generation);

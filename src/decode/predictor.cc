@@ -71,30 +71,31 @@ void Predictor::select(LayerIndex layer, const LayerRows& rows) {
   predicted_blocks_.clear();
   predicted_end_.clear();
   for (Work& work : works_) {
-    work.selecting = tiers_.selects(layer) && work.decodes();
+    work.selecting = work.sequence->selects(layer) && work.decodes();
     if (!work.selecting || work.sequence->error()) continue;
     const float* const q = own_query(work, rows.q);
     const Candidates candidates = tiers_.candidates_at_position(work.position);
     Selection& selection = work.sequence->selection(layer);
-    if (tiers_.selects_all(candidates)) {
+    if (work.sequence->selects_all(candidates)) {
       selection.take_all(candidates);
       continue;
     }
     if (selection.valid && selection.end == candidates.end && !ranks_with_own(work, layer, q)) continue;
     unkeep_selection(work, layer);
-    rank_requests_.push_back({.sequence = work.sequence, .layer = layer, .q = q, .candidates = candidates});
+    rank_requests_.push_back(request_of(work, layer, q, candidates));
     if (selection.valid)
       predicted_blocks_.insert(predicted_blocks_.end(), selection.blocks.begin(), selection.blocks.end());
     predicted_end_.push_back(predicted_blocks_.size());
   }
   rank();
   note_recall(layer);
-  if (policy() == Policy::kPreviousLayer) select_ahead(layer, rows);
+  select_ahead(layer, rows);
 }
 
 bool Predictor::ranks_with_own(const Work& work, LayerIndex layer, const float* q) {
-  if (policy() == Policy::kReactive || policy() == Policy::kOracle) return true;
-  if (policy() == Policy::kPreviousLayer && layer.value == 0) return true;
+  const Policy policy = work.sequence->rule().policy;
+  if (policy == Policy::kReactive || policy == Policy::kOracle) return true;
+  if (policy == Policy::kPreviousLayer && layer.value == 0) return true;
   const Correction& correction = tiers_.options().correction;
   if (correction.kind == Correction::Kind::kNone || work.committed == 0) return false;
   const std::vector<float>& predicting = work.sequence->selection(layer).q;
@@ -129,37 +130,47 @@ void Predictor::unkeep_selection(const Work& work, LayerIndex layer) const {
 void Predictor::rank() {
   if (rank_requests_.empty()) return;
   const PassTimer timer(stats_.rank_ns);
-  const std::uint32_t count = tiers_.plan().budget_blocks;
-  if (policy() != Policy::kOracle) {
-    ranker_.rank(rank_requests_, count);
+  if (tiers_.rule().policy != Policy::kOracle) {  // which leaves no sequence another one
+    ranker_.rank(rank_requests_);
     return;
   }
   for (const RankRequest& request : rank_requests_) {
-    ranker_.rank_by_attention(request, count, streamer_);
-    if (tiers_.options().measure_coverage) ranker_.measure_coverage(request, count);
+    ranker_.rank_by_attention(request, streamer_);
+    if (tiers_.options().measure_coverage) ranker_.measure_coverage(request);
   }
 }
 
-// The next layer's selection for this same step, from its query as this layer's input lets guess it.
+RankRequest Predictor::request_of(const Work& work, LayerIndex layer, const float* q,
+                                  const Candidates& candidates) const {
+  return {.sequence = work.sequence,
+          .layer = layer,
+          .q = q,
+          .candidates = candidates,
+          .count = work.sequence->rule().budget_blocks};
+}
+
+// The next layer's selection for this same step, where the policy is that, from its query as this layer's
+// input lets guess it.
 void Predictor::select_ahead(LayerIndex layer, const LayerRows& rows) {
   const LayerIndex next(layer.value + 1);
-  if (next.value == model_.layers || !tiers_.selects(next)) return;
+  if (next.value == model_.layers) return;
+  const auto ahead = [&](const Work& work) {
+    return work.decodes() && !work.sequence->error() && work.sequence->selects(next) &&
+           work.sequence->rule().policy == Policy::kPreviousLayer;
+  };
   rank_requests_.clear();
   for (const Work& work : works_) {
-    if (!work.decodes() || work.sequence->error()) continue;
+    if (!ahead(work)) continue;
     const Candidates candidates = tiers_.candidates_at_position(work.position);
-    if (tiers_.selects_all(candidates)) {
+    if (work.sequence->selects_all(candidates)) {
       work.sequence->selection(next).take_all(candidates);
       continue;
     }
-    rank_requests_.push_back({.sequence = work.sequence,
-                              .layer = next,
-                              .q = own_query(work, rows.q_next),
-                              .candidates = candidates});
+    rank_requests_.push_back(request_of(work, next, own_query(work, rows.q_next), candidates));
   }
   rank();
   for (Work& work : works_) {
-    if (work.decodes() && !work.sequence->error()) fetch_ahead(work, next, work.position, step_);
+    if (ahead(work)) fetch_ahead(work, next, work.position, step_);
   }
 }
 
@@ -169,16 +180,16 @@ void Predictor::select_ahead(LayerIndex layer, const LayerRows& rows) {
 // Ranking costs a thread some ten microseconds, so a few layers are ranked together, by all threads: their
 // reads start a little later and still have most of a step.
 void Predictor::predict(LayerIndex layer, const LayerRows& rows) {
-  if (!tiers_.selects(layer) || !predicts(policy())) return;
   for (std::size_t i = 0; i < works_.size(); ++i) {
     Work& work = works_[i];
     const bool asked = work.decodes() || work.wants_logits;  // another chunk would not use it
-    if (!asked || work.sequence->error()) continue;
+    const bool reads_ahead = work.sequence->selects(layer) && predicts(work.sequence->rule().policy);
+    if (!asked || !reads_ahead || work.sequence->error()) continue;
     Selection& selection = work.sequence->selection(layer);
     const Candidates candidates = tiers_.candidates_at_position(work.next_position());
-    if (tiers_.selects_all(candidates)) {
+    if (work.sequence->selects_all(candidates)) {
       selection.take_all(candidates);
-    } else if (selection.valid && !ranks_again(selection, layer, candidates)) {
+    } else if (selection.valid && !ranks_again(work, layer, candidates)) {
       selection.extend(candidates.end);
     } else {
       const float* const q = last_query(work, rows.q);
@@ -193,8 +204,9 @@ void Predictor::predict(LayerIndex layer, const LayerRows& rows) {
 
 // Over a long context ranking would cost as much as it saves, while a selection changes little from step to
 // step: there every layer is ranked in its turn.
-bool Predictor::ranks_again(Selection& selection, LayerIndex layer, const Candidates& candidates) const {
-  if (policy() == Policy::kLastSet) return ++selection.age >= kLastSetSteps;
+bool Predictor::ranks_again(const Work& work, LayerIndex layer, const Candidates& candidates) const {
+  if (work.sequence->rule().policy == Policy::kLastSet)
+    return ++work.sequence->selection(layer).age >= kLastSetSteps;
   const std::uint64_t interval =
       1 + std::uint64_t{candidates.count()} * tiers_.geometry().block_tokens / kTokensPerInterval;
   return (step_ + layer.value) % interval == 0;
@@ -206,10 +218,8 @@ void Predictor::rank_predictions() {
   rank_requests_.clear();
   for (std::size_t i = 0; i < predictions_.size(); ++i) {
     const Prediction& prediction = predictions_[i];
-    rank_requests_.push_back({.sequence = works_[prediction.work].sequence,
-                              .layer = prediction.layer,
-                              .q = predicted_q_.data() + i * width,
-                              .candidates = prediction.candidates});
+    rank_requests_.push_back(request_of(works_[prediction.work], prediction.layer,
+                                        predicted_q_.data() + i * width, prediction.candidates));
   }
   rank();
   const bool compared = tiers_.options().correction.kind == Correction::Kind::kCosine;
@@ -240,7 +250,8 @@ void Predictor::turn_ring(LayerIndex layer) {
   for (Work& work : works_) {
     if (work.sequence->error()) continue;
     work.sequence->residency().leave_ring(layer);
-    if (!predicts(policy()) || !work.decodes() || !work.sequence->selection(next).valid) continue;
+    const bool reads_ahead = predicts(work.sequence->rule().policy) && work.decodes();
+    if (!reads_ahead || !work.sequence->selection(next).valid) continue;
     fetch_ahead(work, next, wraps ? work.next_position() : work.position, step_ + (wraps ? 1 : 0));
   }
 }

@@ -55,13 +55,14 @@ class Predictor {
     Candidates candidates = {};
   };
 
-  Policy policy() const { return tiers_.options().policy; }
   const float* own_query(const Work& work, const float* q) const;
   const float* last_query(const Work& work, const float* q) const;
   bool ranks_with_own(const Work& work, LayerIndex layer, const float* q);
   void note_recall(LayerIndex layer);
   void select_ahead(LayerIndex layer, const LayerRows& rows);
-  bool ranks_again(Selection& selection, LayerIndex layer, const Candidates& candidates) const;
+  bool ranks_again(const Work& work, LayerIndex layer, const Candidates& candidates) const;
+  RankRequest request_of(const Work& work, LayerIndex layer, const float* q,
+                         const Candidates& candidates) const;
   void rank();
   void fetch_ahead(Work& work, LayerIndex layer, std::uint32_t position, std::uint64_t step);
   void keep_window_near(const Work& work, std::uint32_t position, LayerIndex layer, std::uint64_t step) const;

@@ -10,26 +10,25 @@ namespace dualdecoder {
 Ranker::Ranker(const AttentionShape& shape, Tiers& tiers, Forward& forward)
     : shape_(shape), tiers_(tiers), forward_(forward), selectors_(forward.threads()) {}
 
-void Ranker::rank(std::span<const RankRequest> requests, std::uint32_t count) {
+void Ranker::rank(std::span<const RankRequest> requests) {
   if (requests.size() == 1) {
-    rank_one(requests.front(), count, selectors_.front());
+    rank_one(requests.front(), selectors_.front());
     return;
   }
   if (requests.empty()) return;
   std::atomic<std::size_t> next = 0;
   forward_.parallel([&](std::uint32_t thread) {
-    for (std::size_t i = next++; i < requests.size(); i = next++)
-      rank_one(requests[i], count, selectors_[thread]);
+    for (std::size_t i = next++; i < requests.size(); i = next++) rank_one(requests[i], selectors_[thread]);
   });
 }
 
-void Ranker::rank_one(const RankRequest& request, std::uint32_t count, Selector& selector) const {
+void Ranker::rank_one(const RankRequest& request, Selector& selector) const {
   Selection& selection = request.sequence->selection(request.layer);
-  rank_digests(request, count, selector, selection.blocks);
+  rank_digests(request, selector, selection.blocks);
   selection.set_ranked(request.candidates.end);
 }
 
-void Ranker::rank_digests(const RankRequest& request, std::uint32_t count, Selector& selector,
+void Ranker::rank_digests(const RankRequest& request, Selector& selector,
                           std::vector<BlockIndex>& blocks) const {
   blocks.clear();
   if (request.candidates.count() == 0) return;
@@ -40,11 +39,11 @@ void Ranker::rank_digests(const RankRequest& request, std::uint32_t count, Selec
                    .scale = shape_.scale,
                    .first = request.candidates.first,
                    .end = request.candidates.end,
-                   .count = count},
+                   .count = request.count},
                   blocks);
 }
 
-void Ranker::rank_by_attention(const RankRequest& request, std::uint32_t count, Streamer& streamer) {
+void Ranker::rank_by_attention(const RankRequest& request, Streamer& streamer) {
   const std::uint32_t first = request.candidates.first.value;
   const std::uint32_t candidates = request.candidates.count();
   BlockList all;
@@ -71,7 +70,7 @@ void Ranker::rank_by_attention(const RankRequest& request, std::uint32_t count, 
   }
   std::vector<std::uint32_t> order(candidates);
   std::iota(order.begin(), order.end(), 0U);
-  const std::uint32_t kept = std::min(count, candidates);
+  const std::uint32_t kept = std::min(request.count, candidates);
   std::partial_sort(order.begin(), order.begin() + kept, order.end(),
                     [&](std::uint32_t a, std::uint32_t b) { return mass_[a] > mass_[b]; });
   std::sort(order.begin(), order.begin() + kept);
@@ -89,11 +88,11 @@ double Ranker::mass_of(std::span<const BlockIndex> blocks, const Candidates& can
   return sum / shape_.heads;
 }
 
-void Ranker::measure_coverage(const RankRequest& request, std::uint32_t count) {
+void Ranker::measure_coverage(const RankRequest& request) {
   previous_.resize(tiers_.geometry().layers);
   std::vector<BlockIndex>& previous = previous_[request.layer.value];
   std::vector<BlockIndex> own;
-  rank_digests(request, count, selectors_.front(), own);
+  rank_digests(request, selectors_.front(), own);
   if (!previous.empty()) {
     ++coverage_.samples;
     coverage_.oracle += mass_of(request.sequence->selection(request.layer).blocks, request.candidates);

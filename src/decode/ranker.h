@@ -21,6 +21,7 @@ struct RankRequest {
   LayerIndex layer;
   const float* q = nullptr;  // [heads, head_dim]
   Candidates candidates;
+  std::uint32_t count = 0;  // of blocks to select, at most
 };
 
 /// How much of the true attention beside the window (mean over heads, 0 to 1) some selections of the same
@@ -36,19 +37,18 @@ class Ranker {
  public:
   Ranker(const AttentionShape& shape, Tiers& tiers, Forward& forward);
 
-  /// Sets the selection of each request's sequence and layer: the `count` best candidates.
-  void rank(std::span<const RankRequest> requests, std::uint32_t count);
+  /// Sets the selection of each request's sequence and layer: the best candidates.
+  void rank(std::span<const RankRequest> requests);
   /// The same by true attention mass, summed over heads. Reads every candidate through `streamer`, which is
   /// empty.
-  void rank_by_attention(const RankRequest& request, std::uint32_t count, Streamer& streamer);
-  /// After rank_by_attention with the same arguments. For one sequence at a time.
-  void measure_coverage(const RankRequest& request, std::uint32_t count);
+  void rank_by_attention(const RankRequest& request, Streamer& streamer);
+  /// After rank_by_attention with the same request. For one sequence at a time.
+  void measure_coverage(const RankRequest& request);
   const Coverage& coverage() const { return coverage_; }
 
  private:
-  void rank_one(const RankRequest& request, std::uint32_t count, Selector& selector) const;
-  void rank_digests(const RankRequest& request, std::uint32_t count, Selector& selector,
-                    std::vector<BlockIndex>& blocks) const;
+  void rank_one(const RankRequest& request, Selector& selector) const;
+  void rank_digests(const RankRequest& request, Selector& selector, std::vector<BlockIndex>& blocks) const;
   void measure(const Streamer::Segment& segment, const RankRequest& request);
   double mass_of(std::span<const BlockIndex> blocks, const Candidates& candidates) const;
 

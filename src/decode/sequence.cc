@@ -146,6 +146,7 @@ Result<std::unique_ptr<Sequence>> Sequence::fork(std::uint32_t tokens) {
   Sequence& child = **created;
   if (tiers_.tiered()) child.share_full_pages(*this, tokens);
   if (Status status = child.reserve_pages(tokens); !status) return std::unexpected(status.error());
+  child.rule_ = rule_;
   child.tokens_ = tokens;
   child.blocks_ = geometry().blocks_for(tokens);
   if (Status status = child.bring_near(this); !status) return std::unexpected(status.error());

@@ -77,6 +77,18 @@ class Sequence {
   /// FarTier::take_page and nothing has changed. Any other error is error().
   Status truncate(std::uint32_t tokens);
 
+  /// Its own, for the steps to come, instead of the engine's.
+  void set_rule(const SelectionRule& rule) { rule_ = rule; }
+  const SelectionRule& rule() const { return rule_ ? *rule_ : tiers_.rule(); }
+  /// Whether its tokens attend to a selection in `layer`.
+  bool selects(LayerIndex layer) const {
+    return tiers_.layer(layer).kind == LayerKind::kSelecting && rule().policy != Policy::kFull;
+  }
+  /// Whether the budget has room for all of them. The oracle measures, even so.
+  bool selects_all(const Candidates& candidates) const {
+    return rule().policy != Policy::kOracle && candidates.count() <= rule().budget_blocks;
+  }
+
   // For the engine and the step.
 
   /// Far pages for tokens [0, tokens). On an error nothing has changed.
@@ -118,6 +130,7 @@ class Sequence {
   Tiers& tiers_;
   std::unique_ptr<Residency> residency_;
   std::unique_ptr<Digests> digests_;
+  std::optional<SelectionRule> rule_;
   std::vector<PageIndex> pages_;       // [block]
   std::vector<Selection> selections_;  // [layer]
   std::uint32_t tokens_ = 0;

@@ -320,7 +320,7 @@ void Step::open_streams(LayerIndex layer) {
     if (work.streamed && !work.streamed_ahead && !work.sequence->error())
       streamer_.add(*work.sequence, i, layer, work.list);
   }
-  if (tiers_.options().policy != Policy::kOracle) open_streams_ahead(LayerIndex(layer.value + 1));
+  if (tiers_.rule().policy != Policy::kOracle) open_streams_ahead(LayerIndex(layer.value + 1));
   streamer_.top_up();
 }
 
@@ -332,7 +332,7 @@ void Step::open_streams_ahead(LayerIndex layer) {
     Work& work = work_[i];
     work.streamed_ahead = false;
     if (layer.value >= layers || work.sequence->error()) continue;
-    if (work.decodes() && tiers_.selects(layer)) continue;
+    if (work.decodes() && work.sequence->selects(layer)) continue;
     list_all(tiers_.geometry(), model_.hyperparameters().window[layer.value], work.position, work.rows,
              list_ahead_);
     const Residency& residency = work.sequence->residency();

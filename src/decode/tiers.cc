@@ -8,7 +8,8 @@
 
 namespace dualdecoder {
 
-Tiers::Tiers(const MemoryPlan& plan, const TierOptions& options) : plan_(plan), options_(options) {
+Tiers::Tiers(const MemoryPlan& plan, const TierOptions& options)
+    : plan_(plan), options_(options), rule_{options.policy, plan.budget_blocks} {
   if (plan.digest_bytes == 0) return;
   for (LayerIndex layer; layer.value < plan.geometry.layers; ++layer) {
     if (plan.layers[layer.value].kind == LayerKind::kSelecting) selecting_layers_.push_back(layer);

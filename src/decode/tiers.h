@@ -18,6 +18,12 @@
 
 namespace dualdecoder {
 
+/// What the tokens of a sequence attend to beside their windows.
+struct SelectionRule {
+  Policy policy = Policy::kPrevious;
+  std::uint32_t budget_blocks = 1;
+};
+
 class Tiers {
  public:
   /// `weights_hash`: names the model in a far file's header.
@@ -27,11 +33,10 @@ class Tiers {
 
   const MemoryPlan& plan() const { return plan_; }
   const TierOptions& options() const { return options_; }
-  /// For the steps to come. The slots stay as planned; a selection that has no room is streamed.
-  void set_selection(Policy policy, std::uint32_t budget_blocks) {
-    options_.policy = policy;
-    plan_.budget_blocks = budget_blocks;
-  }
+  /// Of sequences without one of their own, for the steps to come. The slots stay as planned; a selection
+  /// that has no room is streamed.
+  void set_rule(const SelectionRule& rule) { rule_ = rule; }
+  const SelectionRule& rule() const { return rule_; }
   void set_attend_resident(bool resident) { options_.attend_resident = resident; }
   void set_window(std::uint32_t sink_tokens, std::uint32_t recent_tokens) {
     options_.recent_tokens = recent_tokens;
@@ -41,18 +46,11 @@ class Tiers {
   Candidates candidates_at_position(std::uint32_t position) const {
     return candidates_at(plan_, options_.recent_tokens, position);
   }
-  /// Whether the budget has room for all of them. The oracle measures, even so.
-  bool selects_all(const Candidates& candidates) const {
-    return options_.policy != Policy::kOracle && candidates.count() <= plan_.budget_blocks;
-  }
   const KvGeometry& geometry() const { return plan_.geometry; }
   const LayerPlan& layer(LayerIndex layer) const { return plan_.layers[layer.value]; }
   bool tiered() const { return far_ != nullptr; }
   /// The layers that have digests.
   std::span<const LayerIndex> selecting_layers() const { return selecting_layers_; }
-  bool selects(LayerIndex of) const {
-    return layer(of).kind == LayerKind::kSelecting && options_.policy != Policy::kFull;
-  }
 
   NearTier& near() const { return *near_; }
   /// Only when tiered.
@@ -91,6 +89,7 @@ class Tiers {
 
   MemoryPlan plan_;
   TierOptions options_;
+  SelectionRule rule_;
   std::vector<LayerIndex> selecting_layers_;
   std::unique_ptr<NearTier> near_;
   std::unique_ptr<FarFile> file_;  // outlives the port in far_

@@ -312,6 +312,8 @@ HttpReply Api::Impl::props(const HttpRequest&) const {
   const Engine& engine = service.engine();
   const EngineOptions& made = engine.options();
   const MemoryPlan& plan = engine.plan();
+  ordered_json policies = ordered_json::array();
+  for (const Policy policy : engine.own_policies()) policies.push_back(policy_name(policy));
   return reply_of(ordered_json{
       {"model", options.model_id},
       {"architecture", model.hyperparameters().architecture},
@@ -323,6 +325,7 @@ HttpReply Api::Impl::props(const HttpRequest&) const {
       {"block_tokens", made.block_tokens},
       {"far", engine.tiers().far_description()},
       {"policy", plan.tiered() ? policy_name(made.tiers.policy) : "full"},
+      {"policies", std::move(policies)},
       {"budget_tokens", made.tiers.budget_tokens},
       {"chat_template", model.vocabulary().has_chat_template() || !options.chat_template.empty()},
       {"memory",
@@ -424,6 +427,8 @@ Job Api::Impl::job_for(const CompletionRequest& wanted, const std::vector<TokenI
         static_cast<std::uint32_t>(std::min<std::uint64_t>(*wanted.tokens_max, UINT32_MAX));
   job.options.reuse_prefix = wanted.cache_prompt;
   job.options.prefix_salt = wanted.cache_salt;
+  job.options.policy = wanted.policy;
+  job.options.budget_tokens = wanted.budget_tokens;
   job.top_logprobs = wanted.top_logprobs;
   job.prompt_logprobs = wanted.echo && wanted.top_logprobs;
   job.client = wanted.user.empty() ? client : wanted.user;

@@ -41,6 +41,10 @@ class JsonReader {
 
   /// Refuses `name`, if nothing was refused before.
   void refuse(const std::string& name, const std::string& message);
+  /// What `inner`, which reads an object within this one, has refused.
+  void refuse_as(const JsonReader& inner) {
+    if (!error_) error_ = inner.error_;
+  }
   ApiStatus status() const { return error_ ? ApiStatus(std::unexpected(*error_)) : ApiStatus(); }
 
  private:

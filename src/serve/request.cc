@@ -14,6 +14,7 @@ namespace {
 using nlohmann::json;
 
 constexpr std::size_t kNameBytesMax = 256;
+constexpr std::int64_t kBudgetMax = 1 << 30;  // more than any context
 constexpr std::size_t kStopBytesMax = 1024;
 
 ApiError bad(const std::string& param, const std::string& message) {
@@ -232,7 +233,23 @@ void read_streaming(JsonReader& reader, CompletionRequest& request) {
   if (!request.stream) return reader.refuse("stream_options", "needs \"stream\": true");
   JsonReader inner(*options, "stream_options.");
   request.include_usage = inner.boolean("include_usage").value_or(false);
-  if (const auto status = inner.status(); !status) reader.refuse("stream_options", status.error().message);
+  reader.refuse_as(inner);
+}
+
+void read_selection(JsonReader& reader, CompletionRequest& request) {
+  const json* const own = reader.object("dualdecoder");
+  if (own == nullptr) return;
+  JsonReader fields(*own, "dualdecoder.");
+  if (const auto name = fields.string("policy", kNameBytesMax)) {
+    if (const auto policy = parse_policy(*name)) {
+      request.policy = *policy;
+    } else {
+      fields.refuse("policy", "names no policy; /props lists those of this server");
+    }
+  }
+  if (const auto budget = fields.integer("budget", 1, kBudgetMax))
+    request.budget_tokens = static_cast<std::uint32_t>(*budget);
+  reader.refuse_as(fields);
 }
 
 // What would change the answer and is not built is refused, not ignored.
@@ -285,6 +302,7 @@ ApiResult<CompletionRequest> read_completion_request(Endpoint endpoint, const js
   if (endpoint == Endpoint::kCompletions) request.echo = reader.boolean("echo").value_or(false);
   request.cache_prompt = reader.boolean("cache_prompt").value_or(true);
   request.cache_salt = reader.string("cache_salt", kNameBytesMax).value_or("");
+  read_selection(reader, request);
   request.user = reader.string("user", kNameBytesMax).value_or("");
   request.priority = static_cast<std::int32_t>(reader.integer("priority", -100, 100).value_or(0));
   refuse_unsupported(reader);

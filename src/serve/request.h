@@ -13,6 +13,7 @@
 
 #include "decode/grammar.h"
 #include "decode/sampler.h"
+#include "decode/tier_options.h"
 #include "model/vocabulary.h"
 #include "serve/api_error.h"
 
@@ -44,6 +45,8 @@ struct CompletionRequest {
   bool return_progress = false;
   bool cache_prompt = true;
   std::string cache_salt;
+  std::optional<Policy> policy;                // none: the server's
+  std::optional<std::uint32_t> budget_tokens;  // the same
   std::string user;
   std::int32_t priority = 0;
 };

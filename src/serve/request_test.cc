@@ -41,6 +41,21 @@ TEST(JsonBody, RefusesWhatIsNoObjectOfBoundedDepth) {
 }
 
 // Each numeric field at the ends of its range, beyond them, and with what is no number.
+TEST(Request, HasAPolicyAndABudgetOfItsOwn) {
+  const auto read = [](const json& own) {
+    return read_completion_request(Endpoint::kCompletions, {{"prompt", "a"}, {"dualdecoder", own}});
+  };
+  const auto request = read({{"policy", "reactive"}, {"budget", 64}});
+  ASSERT_TRUE(request);
+  EXPECT_EQ(request->policy, Policy::kReactive);
+  EXPECT_EQ(request->budget_tokens, 64U);
+  EXPECT_EQ(read({{"budget", 64}})->policy, std::nullopt);
+  EXPECT_EQ(read({{"policy", "best"}}).error().param, "dualdecoder.policy");
+  EXPECT_EQ(read({{"budget", 0}}).error().param, "dualdecoder.budget");
+  EXPECT_EQ(read({{"budget", "much"}}).error().param, "dualdecoder.budget");
+  EXPECT_EQ(read("full").error().param, "dualdecoder");
+}
+
 TEST(Request, NamesTheFieldAndTheRangeOfEveryNumberThatIsOut) {
   struct Field {
     const char* name;

@@ -139,6 +139,11 @@ ApiStatus Service::check(const Job& job) const {
                                               token, vocabulary.size() - 1)));
     }
   }
+  if (job.options.policy) {
+    if (Status status = engine_->check_selection(*job.options.policy, 1); !status)
+      return std::unexpected(
+          bad_field("dualdecoder.policy", "dualdecoder.policy: " + status.error().message));
+  }
   if (Status status = generator_->check(job.prompt, job.options); !status)
     return refuse(status.error(), engine_->context());
   if (job.prompt.size() < capacity_) return {};
