@@ -257,3 +257,19 @@ def test_a_grammar_that_cannot_go_on_ends_with_an_error(client, server):
         )  # fmt: skip
     assert "too ambiguous" in refused.value.message
     server.probe()
+
+
+@pytest.mark.parametrize("policy", ["full", "reactive", "last-set", "previous", "dual"])
+def test_an_answer_may_have_a_policy_and_a_budget_of_its_own(client, policy):
+    own = {"dualdecoder": {"policy": policy, "budget": 32}}
+    document = {"role": "user", "content": "a long document " * 120}
+    answer = client.chat.completions.create(model="scripted", messages=[document, *MESSAGES], temperature=0, extra_body=own)
+    assert answer.choices[0].message.content == "Hi, wörld!"
+
+
+def test_a_policy_that_an_answer_cannot_have_is_refused_with_those_that_it_can(client, server):
+    for policy, words in ("oracle", "full, reactive, last-set, previous, dual"), ("best", "/props"):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(model="scripted", messages=MESSAGES, extra_body={"dualdecoder": {"policy": policy}})
+        assert refused.value.param == "dualdecoder.policy" and words in refused.value.message
+    server.probe()
