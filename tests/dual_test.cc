@@ -7,6 +7,7 @@
 #include <gmock/gmock.h>
 
 #include "decode/generation.h"
+#include "decode_running.h"
 #include "tiers_testing.h"
 
 namespace dualdecoder {
@@ -72,15 +73,7 @@ class Dual : public TieredEngines, public testing::WithParamInterface<const char
       DD_CHECK(generation && generator.prefill(**generation));
       all.push_back(std::move(*generation));
     }
-    while (true) {
-      std::vector<Generation*> running;
-      for (const auto& generation : all) {
-        if (generation->running()) running.push_back(generation.get());
-      }
-      if (running.empty()) break;
-      const Status status = generator.step(running);
-      DD_CHECK(status, "{}", status.error().message);
-    }
+    while (decode_running(generator, all)) continue;
     std::vector<Text> texts;
     for (const auto& generation : all) {
       DD_CHECK(generation->finish_reason() == FinishReason::kLength, "{}", generation->error().message);
@@ -115,11 +108,11 @@ class Dual : public TieredEngines, public testing::WithParamInterface<const char
         const PromptPiece piece{.generation = one, .tokens = std::min(kTierChunk, one->prompt_left())};
         DD_CHECK(generator.begin_prompts(std::span(&piece, 1)));
         do {
-          decode(generator, all, one);
+          decode_running(generator, all, one);
         } while (!generator.advance_prompts(1));
       }
     }
-    while (decode(generator, all, nullptr)) continue;
+    while (decode_running(generator, all)) continue;
     std::vector<std::vector<TokenId>> texts;
     for (const auto& generation : all) {
       DD_CHECK(generation->finish_reason() == FinishReason::kLength, "{}", generation->error().message);
@@ -127,19 +120,6 @@ class Dual : public TieredEngines, public testing::WithParamInterface<const char
     }
     return texts;
   }
-  /// All that run, but one; false when there are none.
-  static bool decode(Generator& generator, std::span<const std::unique_ptr<Generation>> all,
-                     const Generation* but) {
-    std::vector<Generation*> running;
-    for (const auto& generation : all) {
-      if (generation->running() && generation.get() != but) running.push_back(generation.get());
-    }
-    if (running.empty()) return false;
-    const Status status = generator.step(running);
-    DD_CHECK(status, "{}", status.error().message);
-    return true;
-  }
-
   static void expect_same_texts(const std::vector<Text>& texts, const std::vector<Text>& expected) {
     ASSERT_EQ(texts.size(), expected.size());
     for (std::size_t i = 0; i < texts.size(); ++i) EXPECT_EQ(texts[i].tokens, expected[i].tokens) << i;
@@ -323,13 +303,7 @@ TEST_P(Dual, WritesTheSameTextAsAnEngineOfThePolicyThatTheSequenceHasForItself) 
     ASSERT_TRUE(generation && generator.prefill(**generation));
     all.push_back(std::move(*generation));
   }
-  while (all.front()->running()) {
-    std::vector<Generation*> running;
-    for (const auto& generation : all) {
-      if (generation->running()) running.push_back(generation.get());
-    }
-    ASSERT_TRUE(generator.step(running));
-  }
+  while (decode_running(generator, all)) continue;
   for (std::uint32_t i = 0; i < std::size(kOwn); ++i) {
     EngineOptions same = small_options(1);
     same.tiers.far.kind = FarKind::kHost;
@@ -338,10 +312,8 @@ TEST_P(Dual, WritesTheSameTextAsAnEngineOfThePolicyThatTheSequenceHasForItself) 
     if (kOwn[i] == Policy::kDual) same.draft = {.kind = DraftKind::kSelf};
     const auto tokens =
         write_alone(*engine(*model_, same), random_tokens(300, i + 1), generation_options(0.8f, i, 60));
-    Generation* one = all[i].get();
-    while (one->running()) ASSERT_TRUE(generator.step(std::span(&one, 1)));
-    EXPECT_EQ(one->tokens(), tokens) << policy_name(kOwn[i]);
-    EXPECT_EQ(one->draft_stats().guesses > 0, kOwn[i] == Policy::kDual);
+    EXPECT_EQ(all[i]->tokens(), tokens) << policy_name(kOwn[i]);
+    EXPECT_EQ(all[i]->draft_stats().guesses > 0, kOwn[i] == Policy::kDual);
   }
 }
 

@@ -13,6 +13,7 @@
 
 #include "decode/generation.h"
 #include "decode/grammar_matcher.h"
+#include "decode_running.h"
 #include "model/log_capture.h"
 #include "temporary_directory.h"
 #include "tiny_model.h"
@@ -70,15 +71,7 @@ class GrammarOfModel : public testing::Test {
       DD_CHECK(generation && generator.prefill(**generation));
       all.push_back(std::move(*generation));
     }
-    for (;;) {
-      std::vector<Generation*> running;
-      for (const auto& generation : all) {
-        if (generation->running()) running.push_back(generation.get());
-      }
-      if (running.empty()) break;
-      const Status status = generator.step(running);
-      DD_CHECK(status, "{}", status.error().message);
-    }
+    while (decode_running(generator, all)) continue;
     for (std::size_t i = 0; i < all.size(); ++i) texts[i] = all[i]->take_text();
     return texts;
   }

@@ -59,6 +59,7 @@ Result<double> measure_compute_ms(const Model& model, const EngineOptions& optio
   EngineOptions near = options;
   near.tiers = {};
   near.draft = {};
+  near.prompts_beside = false;
   near.context = depth + kSteps;
   near.prefill_chunk = std::min(near.prefill_chunk, 32U);
   const auto engine = Engine::create(model, near);
@@ -100,6 +101,7 @@ Result<double> measure_far_bandwidth(const Model& model, const EngineOptions& op
   probe.tiers.policy = Policy::kFull;
   probe.tiers.keep_prefixes = false;
   probe.draft = {};
+  probe.prompts_beside = false;
   const auto engine = Engine::create(model, probe);
   if (!engine) return std::unexpected(engine.error());
   const auto sequence = (*engine)->new_sequence();

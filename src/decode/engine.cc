@@ -73,21 +73,21 @@ Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineO
     engine->prefixes_ = std::make_unique<PrefixCache>(*engine->tiers_, std::move(*store));
   }
 
-  if (Status status = engine->make_lanes(); !status) return std::unexpected(status.error());
+  if (Status status = engine->make_tracks(); !status) return std::unexpected(status.error());
   return engine;
 }
 
-Status Engine::make_lanes() {
+Status Engine::make_tracks() {
   ForwardOptions options{.threads = options_.threads,
                          .rows_max = std::max(options_.prefill_chunk, options_.outputs_max),
                          .outputs_max = options_.outputs_max,
                          .batch_invariant = options_.batch_invariant,
                          .next_query = plan().tiered() && options_.tiers.policy == Policy::kPreviousLayer};
-  const auto make = [&](Lane& lane, std::uint32_t number, const Forward* beside) -> Status {
+  const auto make = [&](Track& track, std::uint32_t number, const Forward* beside) -> Status {
     auto forward = Forward::create(model_, options, beside);
     if (!forward) return std::unexpected(forward.error());
-    lane.forward = std::move(*forward);
-    lane.step = std::make_unique<Step>(model_, *lane.forward, *tiers_, number);
+    track.forward = std::move(*forward);
+    track.step = std::make_unique<Step>(model_, *track.forward, *tiers_, number);
     return {};
   };
   if (!options_.prompts_beside) return make(decoding_, 0, nullptr);
@@ -97,29 +97,29 @@ Status Engine::make_lanes() {
 }
 
 template <typename Fn>
-void Engine::for_each_lane(const Fn& fn) const {
+void Engine::for_each_track(const Fn& fn) const {
   fn(decoding_);
   if (prompts_.step) fn(prompts_);
 }
 
 StepStats Engine::stats() const {
   StepStats sum;
-  for_each_lane([&](const Lane& lane) { sum += lane.step->stats(); });
+  for_each_track([&](const Track& track) { sum += track.step->stats(); });
   return sum;
 }
 
 std::array<std::uint64_t, kPasses> Engine::pass_ns() const {
   std::array<std::uint64_t, kPasses> sum{};
-  for_each_lane([&](const Lane& lane) {
-    for (std::size_t i = 0; i < kPasses; ++i) sum[i] += lane.step->pass_ns()[i];
+  for_each_track([&](const Track& track) {
+    for (std::size_t i = 0; i < kPasses; ++i) sum[i] += track.step->pass_ns()[i];
   });
   return sum;
 }
 
 std::size_t Engine::activation_bytes() const {
   std::size_t sum = draft_ ? draft_->activation_bytes() : 0;
-  for_each_lane(
-      [&](const Lane& lane) { sum += lane.forward->activation_bytes() + lane.step->carry_bytes(); });
+  for_each_track(
+      [&](const Track& track) { sum += track.forward->activation_bytes() + track.step->carry_bytes(); });
   return sum;
 }
 
@@ -275,7 +275,7 @@ Result<const float*> Engine::prefill(Sequence& sequence, std::span<const TokenId
                           .tokens = tokens.subspan(done, rows),
                           .logits = last ? LogitsWanted::kLast : LogitsWanted::kNone,
                           .prompt = true};
-    const float* logits = prompt_lane().step->run(std::span(&group, 1));
+    const float* logits = prompt_track().step->run(std::span(&group, 1));
     if (sequence.error()) return std::unexpected(*sequence.error());
     done += rows;
     const bool go_on = !progress || progress(done);
@@ -287,7 +287,7 @@ Result<const float*> Engine::prefill(Sequence& sequence, std::span<const TokenId
 }
 
 // Checks `groups`, and sees to their pages.
-Status Engine::begin(const Lane& lane, std::span<const StepGroup> groups) {
+Status Engine::begin(const Track& track, std::span<const StepGroup> groups) {
   std::size_t rows = 0;
   std::size_t outputs = 0;
   for (const StepGroup& group : groups) {
@@ -295,7 +295,7 @@ Status Engine::begin(const Lane& lane, std::span<const StepGroup> groups) {
     rows += group.rows();
     outputs += group.logits_rows();
   }
-  const std::uint32_t rows_max = lane.forward->rows_max();
+  const std::uint32_t rows_max = track.forward->rows_max();
   if (rows == 0 || rows > rows_max || outputs > options_.outputs_max) {
     return fail(ErrorCode::kInvalidArgument,
                 "a step of {} rows, {} with logits: 1 to {} and up to {} are possible", rows, outputs,
@@ -317,17 +317,17 @@ Result<const float*> Engine::step(std::span<const StepGroup> groups) {
 
 Status Engine::begin_prompts(std::span<const StepGroup> groups) {
   DD_CHECK(!prompts_under_way_);
-  if (Status status = begin(prompt_lane(), groups); !status) return status;
-  prompt_lane().step->begin(groups);
+  if (Status status = begin(prompt_track(), groups); !status) return status;
+  prompt_track().step->begin(groups);
   prompts_under_way_ = true;
   return {};
 }
 
 std::optional<const float*> Engine::advance_prompts(std::uint32_t layers) {
   DD_CHECK(prompts_under_way_ && layers > 0);
-  if (prompt_lane().step->advance(layers)) return std::nullopt;
+  if (prompt_track().step->advance(layers)) return std::nullopt;
   prompts_under_way_ = false;
-  return prompt_lane().step->finish();
+  return prompt_track().step->finish();
 }
 
 bool Engine::needs_prediction(const Sequence& sequence) const {

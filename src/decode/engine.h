@@ -47,9 +47,9 @@ class Engine {
 
   /// One step over several sequences, each with one or a few tokens, or one or none and a guess: at most
   /// max(prefill_chunk, outputs_max) rows in all (outputs_max with EngineOptions::prompts_beside), of which
-  /// outputs_max want logits. Checks like prefill; on
-  /// an error nothing has changed. Returns [wanted rows, vocabulary]. A sequence whose far tier failed or is
-  /// full has an error() afterwards and meaningless logits; the others are as if it had not been there.
+  /// outputs_max want logits. Checks like prefill; on an error nothing has changed. Returns [wanted rows,
+  /// vocabulary]. A sequence whose far tier failed or is full has an error() afterwards and meaningless
+  /// logits; the others are as if it had not been there.
   Result<const float*> step(std::span<const StepGroup> groups);
 
   /// A step over prompts that goes on in parts, so that others can be decoded in between: step() and the
@@ -81,15 +81,15 @@ class Engine {
   /// a policy that this engine was not made for: a selecting one after kFull or without a far tier,
   /// kPreviousLayer unless made with it.
   Status set_selection(Policy policy, std::uint32_t budget_tokens);
-  /// The same for one sequence alone, whatever is set for the others. kInvalidArgument for a policy that is
-  /// not one of own_policies().
+  /// The same with the first and the last tokens, which are always near. kInvalidArgument for more of either
+  /// than the engine was made with.
+  Status set_window(std::uint32_t sink_tokens, std::uint32_t recent_tokens);
+  /// Policy and budget of one sequence alone, for its steps to come, whatever is set for the others. Both
+  /// fail as kInvalidArgument for a policy that is not one of own_policies().
   Status set_selection(Sequence& sequence, Policy policy, std::uint32_t budget_tokens) const;
   Status check_selection(Policy policy, std::uint32_t budget_tokens) const;
   /// Those that a sequence may have for itself. Constant.
   std::vector<Policy> own_policies() const;
-  /// The same with the first and the last tokens, which are always near. kInvalidArgument for more of either
-  /// than the engine was made with.
-  Status set_window(std::uint32_t sink_tokens, std::uint32_t recent_tokens);
   /// Whether a token attends to all that is near (TierOptions::attend_resident), for the steps to come.
   void set_attend_resident(bool resident) { tiers_->set_attend_resident(resident); }
 
@@ -111,18 +111,18 @@ class Engine {
 
  private:
   // What one step needs to be under way.
-  struct Lane {
+  struct Track {
     std::unique_ptr<Forward> forward;
     std::unique_ptr<Step> step;
   };
 
   Engine(const Model& model, const EngineOptions& options) : model_(model), options_(options) {}
-  Status make_lanes();
-  Lane& prompt_lane() { return prompts_.step ? prompts_ : decoding_; }
-  /// Of one or both lanes.
+  Status make_tracks();
+  Track& prompt_track() { return prompts_.step ? prompts_ : decoding_; }
+  /// Of one or both tracks.
   template <typename Fn>
-  void for_each_lane(const Fn& fn) const;
-  Status begin(const Lane& lane, std::span<const StepGroup> groups);
+  void for_each_track(const Fn& fn) const;
+  Status begin(const Track& track, std::span<const StepGroup> groups);
   Status check(const Sequence& sequence, std::span<const TokenId> tokens) const;
   Status check(const StepGroup& group) const;
   Status check_room(const Sequence& sequence, std::size_t tokens) const;
@@ -130,10 +130,10 @@ class Engine {
   const Model& model_;
   EngineOptions options_;
   std::unique_ptr<Engine> draft_;
-  Lane decoding_;
-  Lane prompts_;  // empty unless EngineOptions::prompts_beside
+  Track decoding_;
+  Track prompts_;  // empty unless EngineOptions::prompts_beside
   bool prompts_under_way_ = false;
-  std::unique_ptr<Tiers> tiers_;  // goes before the lanes: it waits for late reads, whose flags are theirs
+  std::unique_ptr<Tiers> tiers_;  // goes before the tracks: it waits for late reads, whose flags are theirs
   std::unique_ptr<PrefixCache> prefixes_;
 };
 

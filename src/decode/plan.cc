@@ -82,8 +82,8 @@ class Planner {
     // A half holds whole splits, at which attention over streamed blocks may be cut.
     const std::uint32_t split_blocks = kSplitKeys / options_.block_tokens;
     const std::uint32_t half = std::max(1U, blocks(tiers_.staging_tokens) / split_blocks) * split_blocks;
-    plan_.staging_lanes = options_.prompts_beside ? 2 : 1;
-    plan_.staging_slots = plan_.staging_lanes * 2 * half;
+    plan_.staging_tracks = options_.prompts_beside ? 2 : 1;
+    plan_.staging_slots = plan_.staging_tracks * 2 * half;
   }
 
   // A selecting layer has its window, and beside it either near_slots of its own (resident) or, for a chunk

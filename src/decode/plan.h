@@ -38,8 +38,8 @@ struct MemoryPlan {
   std::uint32_t ring_sets = 0;        // for the others
   std::uint32_t ring_set_slots = 0;
   std::vector<LayerPlan> layers;
-  std::uint32_t staging_lanes = 1;  // steps that may be under way at once
-  std::uint32_t staging_slots = 0;  // both halves of every lane
+  std::uint32_t staging_tracks = 1;  // steps that may be under way at once
+  std::uint32_t staging_slots = 0;   // both halves of every track
   std::uint32_t far_pages = 0;
 
   std::uint64_t near_window_bytes = 0;    // window, windowed layers and dense layers, all sequences

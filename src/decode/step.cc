@@ -33,12 +33,12 @@ std::uint32_t StepGroup::logits_rows() const {
   return 0;
 }
 
-Step::Step(const Model& model, Forward& forward, Tiers& tiers, std::uint32_t lane)
+Step::Step(const Model& model, Forward& forward, Tiers& tiers, std::uint32_t track)
     : model_(model),
       forward_(forward),
       tiers_(tiers),
       shape_(attention_shape(model.hyperparameters(), tiers.geometry())),
-      streamer_(tiers, lane),
+      streamer_(tiers, track),
       predictor_(model.hyperparameters(), shape_, forward, tiers, streamer_, stats_) {
   if (!tiers.tiered()) return;
   carry_max_.resize(std::size_t{forward.rows_max()} * shape_.heads);

@@ -52,9 +52,9 @@ inline constexpr std::array<const char*, kPasses> kPassNames = {
 
 class Step {
  public:
-  /// `lane`: of staging, see Streamer. Steps of different lanes may be under way at once, with different
+  /// `track`: of staging, see Streamer. Steps of different tracks may be under way at once, with different
   /// sequences.
-  Step(const Model& model, Forward& forward, Tiers& tiers, std::uint32_t lane);
+  Step(const Model& model, Forward& forward, Tiers& tiers, std::uint32_t track);
 
   /// Computes and commits all rows. The sequences have pages for them. Returns the wanted logits, [wanted
   /// rows, vocabulary] in the order of the groups, valid until the next run; null when none are wanted.

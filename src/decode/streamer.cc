@@ -6,10 +6,10 @@
 
 namespace dualdecoder {
 
-Streamer::Streamer(Tiers& tiers, std::uint32_t lane)
+Streamer::Streamer(Tiers& tiers, std::uint32_t track)
     : tiers_(tiers),
-      half_slots_(tiers.plan().staging_slots / tiers.plan().staging_lanes / 2),
-      first_slot_(half_slots_ == 0 ? 0 : tiers.near().staging_slot(lane * 2 * half_slots_).value),
+      half_slots_(tiers.plan().staging_slots / tiers.plan().staging_tracks / 2),
+      first_slot_(half_slots_ == 0 ? 0 : tiers.near().staging_slot(track * 2 * half_slots_).value),
       split_blocks_(kSplitKeys / tiers.geometry().block_tokens),
       done_(std::make_unique<bool[]>(std::size_t{2} * half_slots_)) {}
 

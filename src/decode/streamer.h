@@ -35,8 +35,8 @@ class Streamer {
     std::vector<Piece> pieces;
   };
 
-  /// `lane`: which part of staging is its own, of MemoryPlan::staging_lanes.
-  Streamer(Tiers& tiers, std::uint32_t lane);
+  /// `track`: which part of staging is its own, of MemoryPlan::staging_tracks.
+  Streamer(Tiers& tiers, std::uint32_t track);
 
   /// Lists are served in the order in which they are added. The list is copied.
   void add(Sequence& sequence, std::size_t group, LayerIndex layer, const BlockList& list);
@@ -78,7 +78,7 @@ class Streamer {
   std::deque<Segment> ready_;
   std::vector<Segment> late_;  // given up, with reads that may still come; their sequence may be gone
   std::array<bool, 2> half_in_use_{};
-  std::unique_ptr<bool[]> done_;  // [staging slot of the lane]
+  std::unique_ptr<bool[]> done_;  // [staging slot of the track]
   std::uint64_t bytes_staged_ = 0;
 };
 

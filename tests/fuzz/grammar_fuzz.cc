@@ -8,8 +8,7 @@ using namespace dualdecoder;
 namespace {
 
 std::shared_ptr<const TokenTexts> some_tokens() {
-  std::vector<std::string> texts;
-  for (int byte = 0; byte < 256; ++byte) texts.emplace_back(1, static_cast<char>(byte));
+  std::vector<std::string> texts = byte_texts();
   for (const char* text : {"aa", "ab", "  ", "\":", "\xc3\xa9", "{\"", "aaaaaaaa"}) texts.emplace_back(text);
   return std::make_shared<TokenTexts>(texts, std::span<const TokenId>());
 }

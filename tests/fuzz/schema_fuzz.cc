@@ -15,9 +15,7 @@ namespace {
 constexpr int kStepsMax = 60;
 
 std::shared_ptr<const TokenTexts> byte_tokens() {
-  std::vector<std::string> texts;
-  for (int byte = 0; byte < 256; ++byte) texts.emplace_back(1, static_cast<char>(byte));
-  return std::make_shared<TokenTexts>(texts, std::span<const TokenId>());
+  return std::make_shared<TokenTexts>(byte_texts(), std::span<const TokenId>());
 }
 
 }  // namespace
