@@ -22,13 +22,14 @@ class Streams(threading.Thread):
     """Streams of tokens that go on until they are told to end. One thread that does no more than note the times: the server
     needs the CPUs."""
 
-    def __init__(self, base, count, text):
+    def __init__(self, base, count, text, **fields):
         super().__init__()
         self.times, self.ended = [[] for _ in range(count)], False
         self.selector = selectors.DefaultSelector()
         url = urllib.parse.urlsplit(base)
         for i, times in enumerate(self.times):
-            body = json.dumps({"prompt": f"Story number {i}.\n{text}", "max_tokens": 4000, "stream": True, "ignore_eos": True, "seed": i})
+            body = {"prompt": f"Story number {i}.\n{text}", "max_tokens": 4000, "stream": True, "ignore_eos": True, "seed": i}
+            body = json.dumps(body | fields)
             connection = socket.create_connection((url.hostname, url.port))
             head = f"POST /v1/completions HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Length: {len(body)}\r\n\r\n"
             connection.sendall((head + body).encode())

@@ -4,6 +4,7 @@ one that the same request gets alone, and that nothing is left afterwards. DD_LO
 import json
 import os
 import random
+import resource
 import selectors
 import threading
 import time
@@ -42,11 +43,20 @@ def statuses(server, requests, seconds):
     return [(int(heads[client].split()[1]), heads[client]) for client in clients], clients
 
 
+def limit_memory(server):
+    """To what it has reserved at its start, which the plan says, and a tenth."""
+    with open(f"/proc/{server.process.pid}/status") as status:
+        reserved = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))
+    limit = reserved + reserved // 10
+    resource.prlimit(server.process.pid, resource.RLIMIT_DATA, (limit, limit))
+
+
 def test_a_burst_is_accepted_as_far_as_there_is_room_and_the_rest_refused_at_once(tmp_path_factory):
     slow = make_tiny(tmp_path_factory.mktemp("models") / "slow.gguf", "--layers", "48")
     body = {"prompt": "x", "stream": True, "ignore_eos": True, "temperature": 0}
     with Server(slow, "-c", 2048, "--parallel", 8, "--queue", 32, "--batch-invariant") as server:
         server.probe()
+        limit_memory(server)
         for _ in range(2):
             request = post_bytes("/v1/completions", json.dumps(body).encode())
             heads, clients = statuses(server, [request] * 200, seconds=5.0)
@@ -82,7 +92,8 @@ def make_requests():
             sampling["repetition_penalty"] = 1.2
         prompt = prefixes[i % 4] + f" {i // 4}"
         length = draw.choice([1, 4, 20, 60, 150])
-        requests.append({"prompt": prompt, "max_tokens": length, "ignore_eos": i % 2 == 0, "logprobs": 0 if i % 5 else None, **sampling})
+        requests.append({"prompt": prompt, "max_tokens": length, "ignore_eos": i % 2 == 0, "logprobs": 0 if i % 5 else None,
+                         "priority": draw.choice([-1, 0, 1]), **sampling})  # fmt: skip
     requests.append({**requests[5], "n": 3})
     requests.append({"prompt": ["a", prefixes[2]], "max_tokens": 10, "temperature": 0})
     return requests

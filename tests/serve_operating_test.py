@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -15,6 +16,12 @@ from serving import Server, end_of, text_of
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_tiny(tmp_path_factory.mktemp("models") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def slow_model(tmp_path_factory):
+    """A step takes some milliseconds."""
+    return make_tiny(tmp_path_factory.mktemp("models") / "slow.gguf", "--layers", "48")
 
 
 def written(path, text):
@@ -196,6 +203,70 @@ def test_s6_a_killed_server_leaves_nothing_that_a_later_one_trips_over(model, tm
 def expectation(server):
     [line] = [line for line in server.log if "expected: " in line]
     return float(re.search(r"expected: ([\d.e+]+) tokens/s", line)[1]), line
+
+
+# ---- Preemption
+
+PLACE = ["--batch-invariant", "--parallel", 1, "-c", 1024, "--block-size", 16, "--budget", 64, "--recent-tokens", 32, "--sink-tokens", 16]
+
+
+def wait_for_slots(server, parked):
+    """Until as many answers have begun, and these are parked."""
+    end = time.monotonic() + 5
+    while True:
+        slots = server.get("/slots").json["running"]
+        if [slot["parked"] for slot in slots] == parked and slots[-1]["tokens"] > 0:
+            return
+        assert time.monotonic() < end, slots
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("policy", ["previous", "dual"])
+def test_an_answer_gives_its_place_to_one_of_higher_priority_and_goes_on_as_if_it_had_not(slow_model, policy):
+    with Server(slow_model, *PLACE, "--policy", policy) as server:
+        wanted = {"max_tokens": 400, "temperature": 0.9, "seed": 5, "ignore_eos": True}
+        alone = server.complete("a long story " * 20, cache_prompt=False, **wanted)["text"]
+        urgent_alone = server.complete("urgent " * 30, max_tokens=5, seed=1, cache_prompt=False)["text"]
+        server.wait_until_idle()
+        before = server.metrics()
+        with ThreadPoolExecutor() as pool:
+            slow = pool.submit(server.stream_completion, "a long story " * 20, cache_prompt=False, priority=-1,
+                               stream_options={"include_usage": True}, **wanted)  # fmt: skip
+            for _ in range(6):
+                wait_for_slots(server, [False])
+                urgent = server.complete("urgent " * 30, max_tokens=5, seed=1, cache_prompt=False)
+                assert urgent["text"] == urgent_alone
+            assert not slow.done(), "it should still be in the works"
+            events = slow.result()
+        assert text_of(events) == alone
+        after = server.metrics()
+        assert after["dualdecoder:num_preemptions_total"] - before.get("dualdecoder:num_preemptions_total", 0) == 6
+        # Neither was computed again: the prompts once each, and nothing of the long answer.
+        computed = after["dualdecoder:prompt_tokens_total"] - before["dualdecoder:prompt_tokens_total"]
+        prompts = events[-2]["usage"]["prompt_tokens"] + 6 * urgent["usage"]["prompt_tokens"]
+        assert computed == prompts
+        server.probe()
+
+
+def test_answers_that_are_parked_can_be_cancelled_and_end_with_the_server(slow_model):
+    with Server(slow_model, *PLACE, "--drain-time", 1) as server:
+        fields = {"max_tokens": 700, "ignore_eos": True}
+        with server.running_stream("first", priority=-2, **fields):
+            wait_for_slots(server, [False])
+            with server.running_stream("second", priority=-1, **fields):
+                wait_for_slots(server, [True, False])
+                assert server.gauge("num_requests_waiting") == 1
+            wait_for_slots(server, [False])  # the second one has gone
+            with server.running_stream("third", priority=-1, **fields):
+                wait_for_slots(server, [True, False])
+        server.wait_until_idle()
+        server.probe()
+        with server.running_stream("first", priority=-2, **fields):
+            wait_for_slots(server, [False])
+            with server.running_stream("second", **fields):
+                wait_for_slots(server, [True, False])
+                assert server.stop() == 0
+
 
 
 def test_s8_the_start_tells_the_speed_to_expect_and_warns_of_a_far_tier_that_is_too_slow(model):

@@ -77,6 +77,7 @@ Result<EngineOptions> serve_engine_options(const ServeOptions& options, const Mo
   setup->prompts_beside = true;
   TierOptions& tiers = setup->tiers;
   tiers.keep_prefixes = tiers.far.kind != FarKind::kNone;
+  setup->parked_sequences = tiers.keep_prefixes ? options.sequences : 0;
   if (tiers.far_bytes_max == 0) tiers.far_bytes_max = default_far_bytes(*setup, model);
   return setup;
 }

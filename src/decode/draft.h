@@ -76,6 +76,12 @@ class Draft {
     primes_ = false;
   }
 
+  /// Its sequence is parked: a draft model's gives its place back, too, and reads the text again later. A
+  /// guess stays.
+  void rest() {
+    if (follower_) follower_->rest();
+  }
+
   const DraftStats& stats() const { return stats_; }
 
  private:

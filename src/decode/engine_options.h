@@ -10,12 +10,13 @@ namespace dualdecoder {
 
 struct EngineOptions {
   std::uint32_t threads = 1;
-  std::uint32_t context = 0;          // tokens per sequence; 0: what the model was trained with
-  std::uint32_t sequences = 1;        // at the same time
-  std::uint32_t prefill_chunk = 512;  // rows of one prefill step
-  std::uint32_t outputs_max = 8;      // rows of one step that want logits; at least `sequences`
-  std::uint32_t block_tokens = 32;    // 16, 32 or 64
-  bool batch_invariant = false;       // see Forward
+  std::uint32_t context = 0;           // tokens per sequence; 0: what the model was trained with
+  std::uint32_t sequences = 1;         // at the same time
+  std::uint32_t parked_sequences = 0;  // beside them (Sequence::park)
+  std::uint32_t prefill_chunk = 512;   // rows of one prefill step
+  std::uint32_t outputs_max = 8;       // rows of one step that want logits; at least `sequences`
+  std::uint32_t block_tokens = 32;     // 16, 32 or 64
+  bool batch_invariant = false;        // see Forward
   /// A prompt's step may pause between two layers while others decode (Engine::begin_prompts). Takes
   /// activations and staging a second time.
   bool prompts_beside = false;

@@ -26,6 +26,11 @@ std::optional<std::span<const float>> Follower::next(std::span<const TokenId> te
   return std::span(*logits, draft_.model().vocabulary().size());
 }
 
+void Follower::rest() {
+  sequence_.reset();
+  tokens_.clear();
+}
+
 Status check_same_vocabulary(const Model& model, const Model& draft) {
   const Vocabulary& ours = model.vocabulary();
   const Vocabulary& theirs = draft.vocabulary();

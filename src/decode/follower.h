@@ -22,6 +22,8 @@ class Follower {
   /// Logits [vocabulary] of the token behind `text`, valid until the engine's next call. Nothing where the
   /// draft model cannot follow: the text is empty, beyond its context, or holds what is no token.
   std::optional<std::span<const float>> next(std::span<const TokenId> text);
+  /// Gives its place back; the next call reads the text from its beginning.
+  void rest();
 
  private:
   Engine& draft_;

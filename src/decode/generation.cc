@@ -177,6 +177,22 @@ void Generator::keep_prefix(Generation& generation) {
   if (generation.sequence_->finish_writes()) keep_blocks(generation);
 }
 
+void Generator::park(Generation& generation) {
+  DD_CHECK(generation.running());
+  if (Status status = generation.sequence_->park(); !status) {
+    generation.error_ = status.error();
+    return generation.finish(FinishReason::kError);
+  }
+  generation.draft_.rest();
+}
+
+Status Generator::resume(Generation& generation) {
+  Status status = generation.sequence_->resume();
+  if (generation.parked()) return status;
+  settle(generation);
+  return {};
+}
+
 Status Generator::prefill(Generation& generation, const Engine::Progress& progress) {
   DD_CHECK(generation.running() && generation.tokens_.empty());
   const auto rest = std::span<const TokenId>(generation.prompt_).subspan(generation.sequence_->tokens());

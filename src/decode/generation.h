@@ -89,6 +89,8 @@ class Generation {
   /// What ended it as kError.
   const Error& error() const { return error_; }
   const Sequence& sequence() const { return *sequence_; }
+  /// See Generator::park().
+  bool parked() const { return sequence_ && sequence_->parked(); }
   const DraftStats& draft_stats() const { return draft_.stats(); }
   /// Text that has become final since the last call: whole UTF-8, without stop strings.
   std::string take_text();
@@ -142,6 +144,12 @@ class Generator {
   Status begin_prompts(std::span<const PromptPiece> pieces);
   /// The next `layers` layers of it; true with the last one.
   bool advance_prompts(std::uint32_t layers);
+  /// Gives the place of one that runs to another, with a far tier; it must not be in the step over prompts.
+  /// It can only be resumed, or end. What goes wrong ends it as kError.
+  void park(Generation& generation);
+  /// Goes on where it was. kOutOfMemory when the engine has no place for it: it stays parked. What else goes
+  /// wrong is its own, as in a step.
+  Status resume(Generation& generation);
   /// Keeps what is full of its sequence for later ones, after waiting for the writes. For one that has ended.
   void keep_prefix(Generation& generation);
   /// Null unless the engine's policy is kAuto.

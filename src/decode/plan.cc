@@ -14,6 +14,9 @@ namespace {
 constexpr std::uint32_t kRingSpareBlocks = 2;
 constexpr std::uint64_t kTableBytesPerBlock = 4 + 8;  // of a layer: its place, its checksum
 
+// Numbers of a row of the index, its keys, and what is unused of its database's pages.
+constexpr std::uint64_t kIndexRowBytes = 256;
+
 class Planner {
  public:
   Planner(const Hyperparameters& model, const EngineOptions& options)
@@ -44,7 +47,7 @@ class Planner {
 
   Status plan_far() {
     const std::uint64_t wanted = std::uint64_t{context_blocks_} * options_.sequences;
-    const std::uint64_t page_bytes = plan_.geometry.page_bytes();
+    const std::uint64_t page_bytes = plan_.geometry.page_bytes() + index_bytes_per_page();
     const std::uint64_t fitting = tiers_.far_bytes_max / page_bytes;
     const std::uint64_t allowed = tiers_.far_bytes_max == 0 ? wanted
                                   : tiers_.keep_prefixes    ? fitting
@@ -60,6 +63,16 @@ class Planner {
     }
     plan_.far_pages = static_cast<std::uint32_t>(allowed);
     return {};
+  }
+
+  // What the database of kept prefixes takes on disk for a page of the file, beside which it lies.
+  std::uint64_t index_bytes_per_page() const {
+    if (!tiers_.keep_prefixes || tiers_.far.kind != FarKind::kFile) return 0;
+    const std::uint64_t digests =
+        tiers_.policy == Policy::kFull
+            ? 0
+            : Digests::record_bytes(plan_.geometry, tiers_.digests, plan_.geometry.layers);
+    return digests + 4 * options_.block_tokens + 8 * plan_.geometry.layers + kIndexRowBytes;
   }
 
   // A window of n tokens can touch n / block + 1 blocks, and one more is being filled.
@@ -174,7 +187,9 @@ class Planner {
     const std::uint64_t table_entries = sequences * context_blocks_ * model_.layers;
     plan_.table_bytes = table_entries * kTableBytesPerBlock;
     if (selecting_ > 0 && tiers_.policy != Policy::kFull) {
-      plan_.digest_bytes = sequences * Digests::bytes_for(plan_.geometry, tiers_.digests, context_blocks_);
+      const std::uint64_t parked = options_.parked_sequences;
+      plan_.digest_bytes =
+          (sequences + parked) * Digests::bytes_for(plan_.geometry, tiers_.digests, context_blocks_);
       if (tiers_.keep_prefixes && tiers_.far.kind != FarKind::kFile) {
         plan_.kept_digest_bytes =
             plan_.far_pages * Digests::record_bytes(plan_.geometry, tiers_.digests, selecting_);

@@ -209,7 +209,7 @@ bool Predictor::ranks_again(const Work& work, LayerIndex layer, const Candidates
     return ++work.sequence->selection(layer).age >= kLastSetSteps;
   const std::uint64_t interval =
       1 + std::uint64_t{candidates.count()} * tiers_.geometry().block_tokens / kTokensPerInterval;
-  return (step_ + layer.value) % interval == 0;
+  return (work.position + layer.value) % interval == 0;  // whatever else is decoded beside it
 }
 
 void Predictor::rank_predictions() {

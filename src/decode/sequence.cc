@@ -6,16 +6,15 @@
 
 namespace dualdecoder {
 
+const std::optional<Error> Sequence::kNoError;
+
 Result<std::unique_ptr<Sequence>> Sequence::create(Tiers& tiers) {
-  tiers.sweep();
   std::unique_ptr<Sequence> sequence(new Sequence(tiers));
+  if (Status status = sequence->take_share(); !status) return std::unexpected(status.error());
   const MemoryPlan& plan = tiers.plan();
-  const std::uint32_t blocks_max = plan.geometry.blocks_for(plan.context);
-  auto residency = Residency::create(tiers.near(), blocks_max);
-  if (!residency) return std::unexpected(residency.error());
-  sequence->residency_ = std::move(*residency);
   sequence->selections_.resize(plan.geometry.layers);
   if (plan.digest_bytes > 0) {
+    const std::uint32_t blocks_max = plan.geometry.blocks_for(plan.context);
     auto digests = Digests::create(plan.geometry, tiers.options().digests, blocks_max);
     if (!digests) return std::unexpected(digests.error());
     sequence->digests_ = std::move(*digests);
@@ -23,9 +22,17 @@ Result<std::unique_ptr<Sequence>> Sequence::create(Tiers& tiers) {
   return sequence;
 }
 
+Status Sequence::take_share() {
+  tiers_.sweep();
+  const MemoryPlan& plan = tiers_.plan();
+  auto residency = Residency::create(tiers_.near(), plan.geometry.blocks_for(plan.context));
+  if (!residency) return std::unexpected(residency.error());
+  residency_ = std::move(*residency);
+  return {};
+}
+
 Sequence::~Sequence() {
-  if (!residency_) return;
-  if (tiers_.tiered() && !tiers_.transfers().drain(*residency_)) {
+  if (tiers_.tiered() && residency_ && !tiers_.transfers().drain(*residency_)) {
     tiers_.bury(std::move(residency_), std::move(pages_));
     return;
   }
@@ -74,6 +81,7 @@ void Sequence::drop_blocks_from(std::uint32_t first) {
 void Sequence::release_unused() { drop_blocks_from(geometry().blocks_for(tokens_)); }
 
 Status Sequence::finish_transfers(const char* what) {
+  if (parked()) return {};
   if (tiers_.tiered() && !tiers_.transfers().finish(*residency_)) residency_->set_error(tiers_.overdue(what));
   return error() ? Status(std::unexpected(*error())) : Status{};
 }
@@ -209,8 +217,26 @@ Status Sequence::adopt(std::span<const PageIndex> pages, std::span<const std::ve
   return bring_near(nullptr);
 }
 
+Status Sequence::park() {
+  DD_CHECK(tiers_.tiered() && !parked());
+  guessed_ = 0;
+  release_unused();
+  write_full_pages();
+  // The block that is not full yet goes to the page that it will be written to again.
+  if (written_ < blocks_) tiers_.transfers().write(*residency_, BlockIndex(written_), pages_[written_]);
+  if (Status status = finish_transfers("a transfer"); !status) return status;
+  residency_.reset();
+  return {};
+}
+
+Status Sequence::resume() {
+  DD_CHECK(parked());
+  if (Status status = take_share(); !status) return status;
+  return bring_near(nullptr);
+}
+
 bool Sequence::try_share_page(BlockIndex block, PageIndex page) {
-  for (LayerIndex layer; layer.value < geometry().layers; ++layer) {
+  for (LayerIndex layer; !parked() && layer.value < geometry().layers; ++layer) {
     if (residency_->state(layer, block) == SlotState::kLoading) return false;
   }
   tiers_.far().retain(page);
@@ -221,6 +247,7 @@ bool Sequence::try_share_page(BlockIndex block, PageIndex page) {
 std::uint32_t Sequence::blocks_at_rest() const {
   // All layers of a block are written at once, and leave only afterwards.
   std::uint32_t blocks = written_;
+  if (parked()) return blocks;
   const auto at_rest = [this](BlockIndex block) {
     const SlotState state = residency_->state(LayerIndex(0), block);
     return state != SlotState::kHeld && state != SlotState::kWriting;

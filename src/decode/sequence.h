@@ -58,7 +58,7 @@ class Sequence {
   /// Committed tokens; the next one stands at this position.
   std::uint32_t tokens() const { return tokens_; }
   /// What a transfer of this sequence ended with. It can then only be destroyed.
-  const std::optional<Error>& error() const { return residency_->error(); }
+  const std::optional<Error>& error() const { return residency_ ? residency_->error() : kNoError; }
 
   /// Begins with blocks that are in the far tier, full and written: `pages`, which it comes to share, and for
   /// each the record of its digests (Digests::save; empty where there are none). For a sequence without
@@ -71,6 +71,16 @@ class Sequence {
   bool try_share_page(BlockIndex block, PageIndex page);
   /// Waits for the writes asked for so far. An error is error().
   Status finish_writes() { return finish_transfers("a write"); }
+
+  /// Makes room near for another sequence: what only the near tier holds is written, and all its slots are
+  /// given back. Its tokens, pages and digests stay. Only with a far tier, and not in a step. Waits for its
+  /// transfers. An error is error(); then it is not parked.
+  Status park();
+  /// Takes a place again and reads what would be missed at every step. Nothing is computed, and what follows
+  /// is as if it had not been parked. kOutOfMemory when the engine has no place: it stays parked. Any other
+  /// error is error().
+  Status resume();
+  bool parked() const { return residency_ == nullptr; }
 
   /// Forgets everything from position `tokens` on; there are at least that many. May read one page. Where it
   /// cuts a page that is shared it needs one of its own: without one it returns the error of
@@ -118,7 +128,10 @@ class Sequence {
   const KvGeometry& geometry() const { return tiers_.geometry(); }
 
  private:
+  static const std::optional<Error> kNoError;
+
   explicit Sequence(Tiers& tiers) : tiers_(tiers) {}
+  Status take_share();
   Status finish_transfers(const char* what);
   bool shares_page(BlockIndex block) const { return tiers_.far().users(page(block)) > 1; }
   Result<PageIndex> take_page_for_shared(std::uint32_t first_dropped);
@@ -128,7 +141,7 @@ class Sequence {
   Status bring_near(const Sequence* parent);
 
   Tiers& tiers_;
-  std::unique_ptr<Residency> residency_;
+  std::unique_ptr<Residency> residency_;  // null while parked
   std::unique_ptr<Digests> digests_;
   std::optional<SelectionRule> rule_;
   std::vector<PageIndex> pages_;       // [block]

@@ -345,7 +345,8 @@ HttpReply Api::Impl::slots(const HttpRequest&) const {
     running.push_back({{"id", slot.job},
                        {"prompt_tokens", slot.prompt_tokens},
                        {"prompt_done", slot.prompt_done},
-                       {"tokens", slot.tokens}});
+                       {"tokens", slot.tokens},
+                       {"parked", slot.parked}});
   }
   return reply_of(ordered_json{{"slots", service.engine().options().sequences},
                                {"running", std::move(running)},

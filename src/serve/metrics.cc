@@ -107,6 +107,11 @@ void Metrics::note_end(FinishReason reason, double seconds, const DraftStats& dr
   guesses_right_.Increment(static_cast<double>(draft.right));
 }
 
+void Metrics::note_parked() {
+  counter("num_preemptions_total", "Answers that gave their place to one of higher priority, for a while")
+      .Increment();
+}
+
 void Metrics::note_refused(const std::string& kind) {
   counter("request_refused_total", "Requests that were refused, by kind", {{"kind", kind}}).Increment();
 }

@@ -25,6 +25,7 @@ class Metrics {
 
   void note_jobs(std::uint32_t running, std::uint32_t waiting);
   void note_queued(double seconds);
+  void note_parked();
   void note_prompt_tokens(std::uint32_t tokens) { prompt_tokens_.Increment(tokens); }
   void note_cached(std::uint32_t prompt_tokens, std::uint32_t cached_tokens);
   void note_first_token(double seconds) { first_token_s_.Observe(seconds); }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <tuple>
 
 #include "base/check.h"
@@ -28,41 +29,90 @@ void Scheduler::add(JobId id, const JobShape& shape) {
 void Scheduler::remove(JobId id) {
   const auto job = jobs_.find(id);
   DD_CHECK(job != jobs_.end(), "job {}", id);
-  if (job->second.running) {
-    --running_;
-    pages_reserved_ -= pages_for(job->second.shape.tokens_max);
-    const auto client = running_of_client_.find(job->second.shape.client);
-    if (--client->second == 0) running_of_client_.erase(client);
-  }
+  if (job->second.running || job->second.parked) pages_reserved_ -= pages_for(job->second.shape.tokens_max);
+  if (job->second.running) stop(job);
+  if (job->second.parked) --parked_;
   jobs_.erase(job);
 }
 
-std::map<JobId, Scheduler::Job>::iterator Scheduler::first_in_queue() {
+template <typename Eligible>
+Scheduler::JobPlace Scheduler::first_in_queue(const Eligible& eligible) {
   const auto rank = [this](const Job& job) {
     const auto running = running_of_client_.find(job.shape.client);
     return std::tuple(-job.shape.priority, running == running_of_client_.end() ? 0U : running->second);
   };
   auto first = jobs_.end();
   for (auto job = jobs_.begin(); job != jobs_.end(); ++job) {
-    if (job->second.running) continue;
+    if (job->second.running || !eligible(job->second)) continue;
     if (first == jobs_.end() || rank(job->second) < rank(first->second)) first = job;
   }
   return first;
 }
 
-void Scheduler::admit() {
-  while (running_ < options_.running_max) {
-    const auto first = first_in_queue();
-    if (first == jobs_.end()) return;
-    Job& job = first->second;
-    const std::uint32_t pages = pages_for(job.shape.tokens_max);
-    if (pages > options_.pages_max - pages_reserved_) return;
-    job.running = true;
+// The first in the queue; where there are no pages for that one, the first that has its own.
+Scheduler::JobPlace Scheduler::next_to_run() {
+  const auto first = first_in_queue([](const Job&) { return true; });
+  if (first == jobs_.end() || first->second.parked) return first;
+  if (pages_for(first->second.shape.tokens_max) <= options_.pages_max - pages_reserved_) return first;
+  return first_in_queue([](const Job& job) { return job.parked; });
+}
+
+// For one of that priority: of the lowest one below it, the job that began last. None that is in the step
+// over prompts.
+Scheduler::JobPlace Scheduler::job_to_park(std::int32_t priority) {
+  auto found = jobs_.end();
+  if (parked_ == options_.parked_max) return found;
+  const auto in_step = [this](JobId id) {
+    return layers_left_ > 0 &&
+           std::any_of(step_.begin(), step_.end(), [&](const Piece& piece) { return piece.job == id; });
+  };
+  const auto worth = [](const Job& job) {
+    return std::tuple(job.shape.priority, std::numeric_limits<std::uint64_t>::max() - job.admitted);
+  };
+  for (auto job = jobs_.begin(); job != jobs_.end(); ++job) {
+    if (!job->second.running || job->second.shape.priority >= priority || in_step(job->first)) continue;
+    if (found == jobs_.end() || worth(job->second) < worth(found->second)) found = job;
+  }
+  return found;
+}
+
+void Scheduler::run(JobPlace place) {
+  auto& [id, job] = *place;
+  if (job.parked) {
+    job.parked = false;
+    --parked_;
+  } else {
     job.admitted = admissions_++;
-    ++running_;
-    pages_reserved_ += pages;
-    ++running_of_client_[job.shape.client];
-    plan_.admitted.push_back(first->first);
+    pages_reserved_ += pages_for(job.shape.tokens_max);
+  }
+  job.running = true;
+  ++running_;
+  ++running_of_client_[job.shape.client];
+  plan_.admitted.push_back(id);
+}
+
+void Scheduler::stop(JobPlace place) {
+  Job& job = place->second;
+  job.running = false;
+  --running_;
+  const auto client = running_of_client_.find(job.shape.client);
+  if (--client->second == 0) running_of_client_.erase(client);
+}
+
+void Scheduler::admit() {
+  while (true) {
+    const auto next = next_to_run();
+    if (next == jobs_.end()) return;
+    if (running_ == options_.running_max) {
+      const auto parked = job_to_park(next->second.shape.priority);
+      if (parked == jobs_.end()) return;
+      stop(parked);
+      parked->second.parked = true;
+      ++parked_;
+      // With it, the ranks of its client's others have changed; so it may be one that was just let in.
+      if (std::erase(plan_.admitted, parked->first) == 0) plan_.parked.push_back(parked->first);
+    }
+    run(next);
   }
 }
 
@@ -74,8 +124,9 @@ const Scheduler::Plan& Scheduler::plan() {
   }
   if (layers_left_ == 0) {
     share_among_prompts(prompt_tokens_now(), options_.outputs_max);
+    step_ = plan_.prompts;
     step_tokens_ = 0;
-    for (const Piece& piece : plan_.prompts) step_tokens_ += piece.tokens;
+    for (const Piece& piece : step_) step_tokens_ += piece.tokens;
     if (step_tokens_ > 0) layers_left_ = options_.layers;
   }
   plan_.prompt_layers = layers_now();
@@ -109,7 +160,7 @@ std::uint32_t Scheduler::layers_now() const {
 // Half of it to the job admitted first, so that a long prompt moves on; the rest to those that are nearest to
 // their first token.
 void Scheduler::share_among_prompts(std::uint32_t tokens, std::uint32_t outputs) {
-  std::vector<std::map<JobId, Job>::iterator> jobs;
+  std::vector<JobPlace> jobs;
   for (auto job = jobs_.begin(); job != jobs_.end(); ++job) {
     if (job->second.running && job->second.prompt_left > 0) jobs.push_back(job);
   }

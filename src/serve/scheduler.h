@@ -10,6 +10,10 @@
 // a job that fits at all is let in once those before it have ended: no deadlock, no starvation within a
 // priority. Rank: higher priority, then the client with the fewest running jobs, then arrival.
 //
+// Preemption. A job of higher priority does not wait for a place that one of lower priority has: that one is
+// parked. It keeps its pages, so it goes on later without computing anything again; and since the job that is
+// first in the queue may wait for just these pages, one that is parked goes on where that one cannot begin.
+//
 // Latency. Prompts go through steps of their own, which pause between layers: beside each step of those who
 // decode, so many layers of a prompt's piece are computed that it all takes at most `latency_ratio` times as
 // long as the step alone. A piece is as long as one layer of it may take, by what layers have cost so far:
@@ -29,7 +33,8 @@ namespace dualdecoder {
 using JobId = std::uint64_t;
 
 struct SchedulerOptions {
-  std::uint32_t running_max = 1;          // sequences of the engine
+  std::uint32_t running_max = 1;  // sequences of the engine
+  std::uint32_t parked_max = 0;
   std::uint32_t layers = 1;               // of the model
   std::uint32_t outputs_max = 8;          // rows of a step over prompts that want logits
   std::uint32_t prompt_tokens_max = 512;  // of such a step
@@ -57,7 +62,8 @@ class Scheduler {
   };
   /// What to do next, in this order; valid until the next call.
   struct Plan {
-    std::vector<JobId> admitted;      // run from now on
+    std::vector<JobId> parked;        // give their places up
+    std::vector<JobId> admitted;      // run from now on: begin, or go on
     std::vector<JobId> decoding;      // a step
     std::vector<Piece> prompts;       // begin a step over prompts; empty while one is under way
     std::uint32_t prompt_layers = 0;  // of that step; 0 when there is none
@@ -93,7 +99,8 @@ class Scheduler {
   struct Job {
     JobShape shape;
     bool running = false;
-    std::uint64_t admitted = 0;  // how many were admitted before it
+    bool parked = false;
+    std::uint64_t admitted = 0;  // how many began before it
     std::uint32_t prompt_left = 0;
   };
 
@@ -101,8 +108,14 @@ class Scheduler {
     return options_.pages_max == UINT32_MAX ? 0
                                             : (tokens + options_.block_tokens - 1) / options_.block_tokens;
   }
-  std::map<JobId, Job>::iterator first_in_queue();
+  using JobPlace = std::map<JobId, Job>::iterator;
+  template <typename Eligible>
+  JobPlace first_in_queue(const Eligible& eligible);
+  JobPlace next_to_run();
+  JobPlace job_to_park(std::int32_t priority);
   void admit();
+  void run(JobPlace job);
+  void stop(JobPlace job);
   double allowed_s() const;
   std::uint32_t prompt_tokens_now() const;
   std::uint32_t layers_now() const;
@@ -112,12 +125,14 @@ class Scheduler {
   std::map<JobId, Job> jobs_;  // by arrival
   std::map<std::string, std::uint32_t> running_of_client_;
   std::uint32_t running_ = 0;
+  std::uint32_t parked_ = 0;
   std::uint32_t pages_reserved_ = 0;
   std::uint64_t admissions_ = 0;
   Plan plan_;
   std::map<std::uint32_t, double> decode_s_;  // [jobs that decode] of a step
   double token_layer_s_ = 0.0;                // of one token of a prompt in one layer; 0: not known yet
   // Of the step over prompts that is under way.
+  std::vector<Piece> step_;
   std::uint32_t layers_left_ = 0;
   std::uint32_t step_tokens_ = 0;
 };

@@ -125,6 +125,68 @@ TEST(Scheduler, LetsInHigherPriorityThenTheClientWithFewerRunningThenTheEarlier)
   EXPECT_THAT(two.plan().admitted, ElementsAre(1, 4));
 }
 
+TEST(Scheduler, ParksTheYoungestOfTheLowestPriorityForAHigherOneAndLetsItGoOnLater) {
+  Scheduler scheduler({.running_max = 3, .parked_max = 2, .block_tokens = 16, .pages_max = 20});
+  scheduler.add(1, shape(1, 32, "a", -1));
+  scheduler.add(2, shape(1, 32, "a", -1));
+  scheduler.add(3, shape(1, 32, "a", 1));
+  compute_prompts(scheduler, scheduler.plan());
+  scheduler.add(4, shape(1, 32, "b", 0));
+  Scheduler::Plan plan = scheduler.plan();
+  EXPECT_THAT(plan.parked, ElementsAre(2));
+  EXPECT_THAT(plan.admitted, ElementsAre(4));
+  EXPECT_THAT(plan.decoding, ElementsAre(1, 3));
+  EXPECT_EQ(scheduler.running(), 3U);
+  EXPECT_EQ(scheduler.waiting(), 1U);
+  EXPECT_EQ(scheduler.pages_reserved(), 8U) << "it keeps its pages";
+  compute_prompts(scheduler, plan);
+
+  scheduler.add(5, shape(1, 32, "c", 0));
+  plan = scheduler.plan();
+  EXPECT_THAT(plan.parked, ElementsAre(1));
+  compute_prompts(scheduler, plan);
+  scheduler.add(6, shape(1, 32, "d", 1));
+  EXPECT_THAT(scheduler.plan().parked, IsEmpty()) << "there are as many as there may be";
+  scheduler.remove(4);
+  plan = scheduler.plan();
+  EXPECT_THAT(plan.admitted, ElementsAre(6));
+  scheduler.remove(5);
+  EXPECT_THAT(scheduler.plan().admitted, ElementsAre(1)) << "the one that came first";
+  scheduler.remove(2);  // while it is parked
+  for (const JobId job : {1, 3, 6}) scheduler.remove(job);
+  EXPECT_EQ(scheduler.pages_reserved(), 0U);
+  EXPECT_EQ(scheduler.waiting(), 0U);
+}
+
+TEST(Scheduler, ParksNobodyForTheSamePriorityNorOutOfAStepOverPromptsNorWithoutPages) {
+  Scheduler scheduler({.running_max = 1, .parked_max = 1, .layers = 4, .block_tokens = 16, .pages_max = 4});
+  scheduler.add(1, shape(20, 32));
+  ASSERT_THAT(scheduler.plan().prompts, Not(IsEmpty()));  // under way from now on
+  scheduler.add(2, shape(1, 32));
+  scheduler.add(3, shape(1, 48, "a", 1));
+  EXPECT_THAT(scheduler.plan().parked, IsEmpty()) << "job 3 has no pages";
+  scheduler.remove(3);
+  scheduler.add(4, shape(1, 32, "a", 1));
+  EXPECT_THAT(scheduler.plan().parked, IsEmpty()) << "job 1 is being computed";
+  scheduler.note_layers(1e-3);
+  scheduler.note_prompt(1, 20);
+  EXPECT_THAT(scheduler.plan().parked, ElementsAre(1));
+}
+
+// What is first in the queue waits for pages of one that waits for a place.
+TEST(Scheduler, LetsOneThatIsParkedGoOnWhereTheFirstInTheQueueHasNoPages) {
+  Scheduler scheduler({.running_max = 1, .parked_max = 1, .block_tokens = 16, .pages_max = 4});
+  scheduler.add(1, shape(1, 32));
+  compute_prompts(scheduler, scheduler.plan());
+  scheduler.add(2, shape(1, 16, "a", 1));
+  EXPECT_THAT(scheduler.plan().parked, ElementsAre(1));
+  scheduler.add(3, shape(1, 64, "a", 2));
+  scheduler.remove(2);
+  EXPECT_THAT(scheduler.plan().admitted, ElementsAre(1));
+  scheduler.remove(1);
+  EXPECT_THAT(scheduler.plan().admitted, ElementsAre(3));
+}
+
 TEST(Scheduler, ReservesAllPagesThatAJobMayComeToHoldAndLetsNobodyOvertake) {
   Scheduler scheduler({.running_max = 4, .block_tokens = 16, .pages_max = 10});
   EXPECT_TRUE(scheduler.fits(160));
@@ -197,41 +259,61 @@ TEST(Scheduler, GetsOnWithAPromptThatIsDearerThanAllowed) {
   EXPECT_THAT(scheduler.plan().decoding, ElementsAre(1, 2));
 }
 
-// Every order in which up to four jobs of all shapes can arrive, with every number of pages and places: each
-// one gets through, since the first in the queue runs as soon as those before it have ended.
+// Up to four jobs of all shapes, all at once or one a step, in every order, with every number of pages and
+// places, with and without parking.
 TEST(Scheduler, LetsEveryJobThatFitsGetThroughInEverySmallCase) {
-  for (std::uint32_t pages = 1; pages <= 3; ++pages) {
-    for (std::uint32_t places = 1; places <= 3; ++places) {
-      for (std::uint32_t code = 0; code < 6 * 6 * 6 * 6; ++code) {
-        Scheduler scheduler(
-            {.running_max = places, .prompt_tokens_max = 2, .block_tokens = 1, .pages_max = pages});
-        std::uint32_t rest = code;
-        std::set<JobId> left;
-        std::map<JobId, std::uint32_t> answer;
-        for (JobId id = 1; id <= 4; ++id, rest /= 6) {
+  constexpr std::uint32_t kShapes = 6;
+  constexpr std::uint32_t kCodes = kShapes * kShapes * kShapes * kShapes;
+  std::uint64_t parked = 0;
+  for (std::uint32_t setting = 0; setting < 3 * 3 * 2 * 2; ++setting) {
+    const std::uint32_t pages = 1 + setting % 3;
+    const std::uint32_t places = 1 + setting / 3 % 3;
+    const std::uint32_t parked_max = setting / 9 % 2 * places;
+    const bool one_a_step = setting / 18 == 1;
+    for (std::uint32_t code = 0; code < kCodes; ++code) {
+      SCOPED_TRACE(testing::Message() << "setting " << setting << " code " << code);
+      Scheduler scheduler({.running_max = places,
+                           .parked_max = parked_max,
+                           .prompt_tokens_max = 2,
+                           .block_tokens = 1,
+                           .pages_max = pages});
+      std::uint32_t rest = code;
+      std::map<JobId, std::uint32_t> answer;  // of those left: tokens still to come
+      std::set<JobId> in_place;
+      JobId id = 0;
+      for (int step = 0; id < 4 || !answer.empty(); ++step) {
+        ASSERT_LT(step, 40);
+        for (bool more = true; more && id < 4; rest /= kShapes) {
           const std::uint32_t tokens_max = 1 + rest % 3;
-          if (!scheduler.fits(tokens_max)) continue;
-          scheduler.add(id, shape(1, tokens_max, rest % 2 == 0 ? "a" : "b", rest % 6 < 3 ? 0 : 1));
-          left.insert(id);
+          more = !one_a_step;
+          if (!scheduler.fits(tokens_max)) {
+            ++id;
+            continue;
+          }
+          scheduler.add(++id, shape(1, tokens_max, rest % 2 == 0 ? "a" : "b", rest % 6 < 3 ? 0 : 1));
           answer[id] = tokens_max - 1;
         }
-        int steps = 0;
-        while (!left.empty()) {
-          ASSERT_LT(++steps, 40) << "pages " << pages << " places " << places << " code " << code;
-          const Scheduler::Plan plan = scheduler.plan();
-          ASSERT_FALSE(plan.idle());
-          ASSERT_LE(scheduler.running(), places);
-          ASSERT_LE(scheduler.pages_reserved(), pages);
-          compute_prompts(scheduler, plan);
-          for (const JobId job : plan.decoding) {
-            if (answer[job] > 0 && --answer[job] > 0) continue;
-            scheduler.remove(job);
-            left.erase(job);
-          }
+        if (answer.empty()) continue;
+        const Scheduler::Plan plan = scheduler.plan();
+        ASSERT_FALSE(plan.idle());
+        parked += plan.parked.size();
+        for (const JobId job : plan.parked) ASSERT_EQ(in_place.erase(job), 1U);
+        for (const JobId job : plan.admitted) ASSERT_TRUE(in_place.insert(job).second);
+        ASSERT_LE(in_place.size(), places);
+        ASSERT_EQ(in_place.size(), scheduler.running());
+        ASSERT_LE(scheduler.pages_reserved(), pages);
+        compute_prompts(scheduler, plan);
+        for (const JobId job : plan.decoding) {
+          ASSERT_TRUE(in_place.contains(job));
+          if (answer[job] > 0 && --answer[job] > 0) continue;
+          scheduler.remove(job);
+          answer.erase(job);
+          in_place.erase(job);
         }
       }
     }
   }
+  EXPECT_GT(parked, 100U);
 }
 
 }  // namespace

@@ -50,10 +50,11 @@ struct Service::Running {
   Job job;
   bool cancelled = false;
   Clock::time_point arrived = Clock::now();
-  Clock::time_point admitted = {};
+  Clock::time_point admitted = {};  // first
+  Clock::time_point planned = {};   // last
   Clock::time_point first_token = {};
   Clock::time_point last_token = {};
-  std::unique_ptr<Generation> generation;  // null while it waits
+  std::unique_ptr<Generation> generation;  // null before it has begun
   std::uint32_t prompt_told = 0;
   std::uint32_t tokens_told = 0;
   std::size_t text_told = 0;           // bytes
@@ -104,6 +105,7 @@ void Service::run(const EngineOptions& engine_options, std::promise<Status> crea
         std::min<std::uint64_t>(capacity_, std::uint64_t{memory.far_pages} * made.block_tokens));
   scheduler_ = std::make_unique<Scheduler>(
       SchedulerOptions{.running_max = made.sequences,
+                       .parked_max = made.parked_sequences,
                        .layers = model_.hyperparameters().layers,
                        .outputs_max = made.outputs_max,
                        .prompt_tokens_max = std::min(options_.prompt_tokens_max, made.prefill_chunk),
@@ -221,6 +223,8 @@ ServiceState Service::state() const {
 void Service::loop() {
   while (take_inbox()) {
     const Scheduler::Plan& plan = scheduler_->plan();
+    park(plan.parked);
+    for (const JobId id : plan.admitted) jobs_.at(id)->planned = Clock::now();
     admitted_.insert(admitted_.end(), plan.admitted.begin(), plan.admitted.end());
     start_admitted();
     bool worked = decode(plan.decoding);
@@ -283,6 +287,17 @@ bool Service::take_inbox() {
   return !stopping;
 }
 
+void Service::park(const std::vector<JobId>& jobs) {
+  for (const JobId id : jobs) {
+    metrics_.note_parked();
+    std::erase(admitted_, id);
+    const auto& generation = jobs_.at(id)->generation;
+    if (!generation || generation->parked()) continue;  // it had no place yet
+    generator_->park(*generation);
+    if (!generation->running()) end(id, generation->finish_reason(), generation->error());
+  }
+}
+
 void Service::start_admitted() {
   std::erase_if(admitted_, [this](JobId id) {
     const auto job = jobs_.find(id);
@@ -292,6 +307,15 @@ void Service::start_admitted() {
 
 // Whether it has started, or ended with an error.
 bool Service::start(JobId id, Running& running) {
+  const Status status = running.generation ? resume(id, running) : begin(id, running);
+  if (status) return true;
+  if (status.error().code == ErrorCode::kOutOfMemory && Clock::now() - running.planned < kStartPatience)
+    return false;
+  end(id, FinishReason::kError, status.error());
+  return true;
+}
+
+Status Service::begin(JobId id, Running& running) {
   const Clock::time_point now = Clock::now();
   if (running.admitted == Clock::time_point{}) running.admitted = now;
   Job& job = running.job;
@@ -309,24 +333,28 @@ bool Service::start(JobId id, Running& running) {
     };
   }
   auto generation = generator_->start(job.prompt, std::move(options));
-  if (generation) {
-    running.generation = std::move(*generation);
-    const std::uint32_t cached = running.generation->cached_tokens();
-    scheduler_->note_prompt(id, cached);
-    metrics_.note_queued(seconds_between(running.arrived, now));
-    metrics_.note_cached(static_cast<std::uint32_t>(job.prompt.size()), cached);
-    return true;
-  }
-  if (generation.error().code == ErrorCode::kOutOfMemory && now - running.admitted < kStartPatience)
-    return false;
-  end(id, FinishReason::kError, generation.error());
-  return true;
+  if (!generation) return std::unexpected(generation.error());
+  running.generation = std::move(*generation);
+  const std::uint32_t cached = running.generation->cached_tokens();
+  scheduler_->note_prompt(id, cached);
+  metrics_.note_queued(seconds_between(running.arrived, now));
+  metrics_.note_cached(static_cast<std::uint32_t>(job.prompt.size()), cached);
+  return {};
+}
+
+Status Service::resume(JobId id, Running& running) {
+  Generation& generation = *running.generation;
+  if (Status status = generator_->resume(generation); !status) return status;
+  scheduler_->set_prompt_left(id, generation.prompt_left());  // all of it, where it could not be read
+  if (!generation.running()) end(id, generation.finish_reason(), generation.error());
+  return {};
 }
 
 // Null for one that has no place yet, or has ended since it was planned.
 Generation* Service::generation_of(JobId id) const {
   const auto job = jobs_.find(id);
-  return job == jobs_.end() ? nullptr : job->second->generation.get();
+  if (job == jobs_.end() || !job->second->generation || job->second->generation->parked()) return nullptr;
+  return job->second->generation.get();
 }
 
 // Whether there was anybody to decode.
@@ -479,7 +507,8 @@ void Service::publish_state() {
     state.running.push_back({.job = id,
                              .prompt_tokens = prompt,
                              .prompt_done = prompt - std::min(prompt, generation.prompt_left()),
-                             .tokens = static_cast<std::uint32_t>(generation.tokens().size())});
+                             .tokens = static_cast<std::uint32_t>(generation.tokens().size()),
+                             .parked = generation.parked()});
   }
   std::sort(state.running.begin(), state.running.end(),
             [](const auto& a, const auto& b) { return a.job < b.job; });

@@ -37,8 +37,9 @@ struct ServiceState {
     std::uint32_t prompt_tokens = 0;
     std::uint32_t prompt_done = 0;
     std::uint32_t tokens = 0;
+    bool parked = false;  // has given its place to another
   };
-  std::vector<Slot> running;
+  std::vector<Slot> running;  // those that have begun
   std::uint32_t waiting = 0;
   bool draining = false;
 };
@@ -74,6 +75,7 @@ class Service {
   void run(const EngineOptions& engine_options, std::promise<Status> created);
   void loop();
   bool take_inbox();
+  void park(const std::vector<JobId>& jobs);
   void start_admitted();
   bool decode(const std::vector<JobId>& jobs);
   bool begin_prompts(const std::vector<Scheduler::Piece>& pieces);
@@ -81,6 +83,8 @@ class Service {
   void settle(JobId id);
   Generation* generation_of(JobId id) const;
   bool start(JobId id, Running& job);
+  Status begin(JobId id, Running& job);
+  Status resume(JobId id, Running& job);
   void tell(Running& job);
   void end(JobId id, FinishReason reason, const Error& error);
   void publish_state();
@@ -107,7 +111,7 @@ class Service {
   std::unique_ptr<Generator> generator_;
   std::unique_ptr<Scheduler> scheduler_;
   std::unordered_map<JobId, std::unique_ptr<Running>> jobs_;
-  std::vector<JobId> admitted_;  // and without a generation yet
+  std::vector<JobId> admitted_;  // and without a place yet
   // Of the step over prompts that is under way: none of them ends before it does.
   struct PromptJob {
     JobId job = 0;
