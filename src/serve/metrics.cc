@@ -36,6 +36,8 @@ Metrics::Metrics()
       far_bytes_(gauge("far_kv_bytes", "KV that the far tier may hold")),
       far_bytes_used_(gauge("far_kv_bytes_used", "KV in the far tier")),
       kept_bytes_(gauge("prefix_cache_bytes", "Of these, KV that is kept for later, in use or not")),
+      parked_(counter("num_preemptions_total",
+                      "Answers that gave their place to one of higher priority, for a while")),
       prompt_tokens_(counter("prompt_tokens_total", "Tokens of prompts that were computed")),
       tokens_(counter("generation_tokens_total", "Tokens generated")),
       prefix_queries_(counter("prefix_cache_queries_total", "Tokens of prompts looked up in the cache")),
@@ -107,10 +109,7 @@ void Metrics::note_end(FinishReason reason, double seconds, const DraftStats& dr
   guesses_right_.Increment(static_cast<double>(draft.right));
 }
 
-void Metrics::note_parked() {
-  counter("num_preemptions_total", "Answers that gave their place to one of higher priority, for a while")
-      .Increment();
-}
+void Metrics::note_parked() { parked_.Increment(); }
 
 void Metrics::note_refused(const std::string& kind) {
   counter("request_refused_total", "Requests that were refused, by kind", {{"kind", kind}}).Increment();

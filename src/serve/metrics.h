@@ -56,6 +56,7 @@ class Metrics {
   prometheus::Gauge& far_bytes_;
   prometheus::Gauge& far_bytes_used_;
   prometheus::Gauge& kept_bytes_;
+  prometheus::Counter& parked_;
   prometheus::Counter& prompt_tokens_;
   prometheus::Counter& tokens_;
   prometheus::Counter& prefix_queries_;
