@@ -259,14 +259,13 @@ def test_answers_that_are_parked_can_be_cancelled_and_end_with_the_server(slow_m
             wait_for_slots(server, [False])  # the second one has gone
             with server.running_stream("third", priority=-1, **fields):
                 wait_for_slots(server, [True, False])
-        server.wait_until_idle()
         server.probe()
+        server.wait_until_idle()
         with server.running_stream("first", priority=-2, **fields):
             wait_for_slots(server, [False])
             with server.running_stream("second", **fields):
                 wait_for_slots(server, [True, False])
                 assert server.stop() == 0
-
 
 
 def test_s8_the_start_tells_the_speed_to_expect_and_warns_of_a_far_tier_that_is_too_slow(model):
