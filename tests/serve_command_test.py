@@ -370,8 +370,23 @@ def test_tokenize_and_detokenize_are_inverse(server):
     text = "Grüße, 世界 😀\n"
     tokens = server.post("/tokenize", {"content": text}).json
     assert tokens["count"] == len(tokens["tokens"]) > 10
-    assert server.post("/detokenize", {"tokens": tokens["tokens"]}).json == {"content": text}
+    assert server.post("/detokenize", {"tokens": tokens["tokens"]}).json == {"content": text, "prompt": text}
     assert server.post("/tokenize", {"content": text, "add_special": True}).json["tokens"] == [1, *tokens["tokens"]]
+
+
+def test_what_lm_evaluation_harness_asks_of_a_server(server, scripted):
+    info = server.get("/tokenizer_info").json
+    assert set(info) == {"bos_token", "eos_token", "chat_template"}
+    tokens = server.post("/tokenize", {"prompt": info["eos_token"], "add_special_tokens": False}).json["tokens"]
+    assert len(tokens) == 1 and server.post("/detokenize", {"tokens": tokens}).json["prompt"] == info["eos_token"]
+    # Likelihoods of the prompt, of which the last entry, that of the token made, is dropped: also of one that ends the text.
+    for prompt in ("#", "#\u20ac.", "<ABC"):
+        answer = scripted.complete(prompt, echo=True, logprobs=1, max_tokens=1, temperature=0)
+        assert answer["usage"]["completion_tokens"] == 1
+        assert len(answer["logprobs"]["token_logprobs"]) == len(answer["logprobs"]["top_logprobs"]) == answer["usage"]["total_tokens"]
+        assert answer["logprobs"]["token_logprobs"][0] is None
+        assert all(entry <= 0 for entry in answer["logprobs"]["token_logprobs"][1:])
+    assert scripted.complete("#\u20ac.", echo=True, logprobs=1, max_tokens=1, temperature=0)["finish_reason"] == "stop"
 
 
 # ---- D10, D11: one far tier for all

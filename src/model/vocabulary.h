@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <set>
 #include <span>
 #include <string>
@@ -38,10 +39,14 @@ class Vocabulary {
   /// The bytes of one token; they need not be whole UTF-8. Control tokens give nothing unless `special`.
   std::string piece(TokenId token, bool special = false) const;
   bool is_end(TokenId token) const { return llama_vocab_is_eog(vocab_, token); }
+  /// That of a text's beginning, and the one that ends a text, where the model has one.
+  std::optional<TokenId> begin_token() const { return known(llama_vocab_bos(vocab_)); }
+  std::optional<TokenId> end_token() const { return known(llama_vocab_eos(vocab_)); }
   /// kInvalidArgument naming the index and the value of the first id outside the vocabulary.
   Status check_tokens(std::span<const TokenId> tokens) const;
 
-  /// Whether the file carries a chat template at all.
+  /// The file's, in Jinja; empty when it carries none.
+  const std::string& chat_template() const { return chat_template_; }
   bool has_chat_template() const { return !chat_template_.empty(); }
   /// The messages as one prompt that ends where the assistant speaks. `name`: one of libllama's built-in
   /// templates; empty: the template in the file. A template that libllama does not know is kUnsupported,
@@ -55,6 +60,9 @@ class Vocabulary {
 
  private:
   Vocabulary() = default;
+  static std::optional<TokenId> known(llama_token token) {
+    return token == LLAMA_TOKEN_NULL ? std::nullopt : std::optional<TokenId>(token);
+  }
   bool has_control_text(std::string_view text) const;
   std::vector<TokenId> tokenize_at_once(std::string_view text, bool add_special, bool parse_special) const;
   void find_joints();

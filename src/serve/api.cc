@@ -148,6 +148,7 @@ struct Api::Impl {
   HttpReply metrics_text(const HttpRequest&) const;
   HttpReply props(const HttpRequest&) const;
   HttpReply slots(const HttpRequest&) const;
+  HttpReply tokenizer_info(const HttpRequest&) const;
   HttpReply tokenize(const HttpRequest& request) const;
   HttpReply detokenize(const HttpRequest& request) const;
 
@@ -183,6 +184,7 @@ const std::vector<Api::Impl::Route>& Api::Impl::routes() {
       {"GET", "/version", How::kAtOnce, &Impl::version},
       {"POST", "/tokenize", How::kOnWorker, &Impl::tokenize},
       {"POST", "/detokenize", How::kOnWorker, &Impl::detokenize},
+      {"GET", "/tokenizer_info", How::kAtOnce, &Impl::tokenizer_info},
   };
   return list;
 }
@@ -379,7 +381,19 @@ HttpReply Api::Impl::detokenize(const HttpRequest& request) const {
     return reply_of(bad_field("tokens", status.error().message));
   std::string bytes;
   for (const TokenId token : *tokens) bytes += model.vocabulary().piece(token, true);
-  return reply_of(ordered_json{{"content", bytes}});
+  return reply_of(ordered_json{{"content", bytes}, {"prompt", bytes}});  // vLLM's name
+}
+
+// What vLLM tells, for clients that ask a server for its tokenizer.
+HttpReply Api::Impl::tokenizer_info(const HttpRequest&) const {
+  const Vocabulary& vocabulary = model.vocabulary();
+  const auto text = [&](std::optional<TokenId> token) {
+    return token ? ordered_json(vocabulary.piece(*token, true)) : ordered_json(nullptr);
+  };
+  const auto chat = vocabulary.chat_template();
+  return reply_of(ordered_json{{"bos_token", text(vocabulary.begin_token())},
+                               {"eos_token", text(vocabulary.end_token())},
+                               {"chat_template", chat.empty() ? ordered_json(nullptr) : ordered_json(chat)}});
 }
 
 // ---- Completions

@@ -444,8 +444,11 @@ void Service::tell(Running& running) {
   if (prompt_done > running.prompt_told) event.prompt_done = running.prompt_told = prompt_done;
   event.text = generation.take_text();
   running.text_told += event.text.size();
-  // With the text in which its first byte stands; at an end that cuts nothing off, all.
-  const bool all = generation.finish_reason() == FinishReason::kLength;
+  // With the text in which its first byte stands; at an end that cuts nothing off, all. The token that ends a
+  // text has none: it counts where those of the prompt do.
+  const bool ended = running.job.prompt_logprobs && generation.finish_reason() == FinishReason::kStop &&
+                     model_.vocabulary().is_end(generation.tokens().back());
+  const bool all = generation.finish_reason() == FinishReason::kLength || ended;
   const auto held = std::find_if(running.logprobs.begin(), running.logprobs.end(), [&](const auto& entry) {
     return !all && entry.text_begin >= running.text_told;
   });
