@@ -293,3 +293,61 @@ def test_what_makes_no_sense_is_refused_with_exit_code_2(tiny, arguments, parts)
     result = dualdecoder(*arguments, "-m", tiny)
     assert result.code == 2 and len(result.errors) == 1, result.stderr
     assert all(part in result.stderr for part in parts), result.stderr
+
+
+def compare(directory, *arguments):
+    return subprocess.run([sys.executable, str(ROOT / "bench" / "peers" / "compare.py"), *map(str, arguments[:1]), str(directory),
+                           "--program", str(PROGRAM), "--threads", "1", "--context", "2048", *map(str, arguments[1:])],
+                          capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    """Takes llama.cpp's options, is ours."""
+    script = tmp_path / "llama-server"
+    script.write_text(f"""#!{sys.executable}
+import os, sys
+if "--version" in sys.argv:
+    print("version: stand-in")
+    sys.exit()
+value = lambda name: sys.argv[sys.argv.index(name) + 1]
+os.execv({str(PROGRAM)!r}, [{str(PROGRAM)!r}, "serve", "-m", value("-m"), "-t", value("-t"), "--np", value("-np"), "-c", "2048",
+                            "--port", value("--port"), "--far", "none"])
+""")
+    script.chmod(0o755)
+    return script
+
+
+def test_the_comparison_measures_both_with_their_memory_and_goes_on_where_it_ended(tiny, stand_in, tmp_path):
+    directory = tmp_path / "measured"
+    arguments = [stand_in, "-m", tiny, "--clients", "1,2", "--prompts", 100, "--rounds", 2, "--answer-tokens", 8, "--prefix", "unshared"]
+    result = compare(directory, *arguments)
+    assert result.returncode == 0, result.stderr
+    rows = json.loads((directory / "load-2-100-unshared.json").read_text())
+    assert [row["server"] for row in rows] == ["dualdecoder", "llama.cpp"] and rows[1]["version"] == "version: stand-in"
+    assert all(row["peak_bytes"] > 10 << 20 and row["decode_tokens_per_s"] > 0 for row in rows)
+    table = (directory / "servers.md").read_text()
+    assert "| 100 | unshared | 1 | dualdecoder |" in table and "| 100 | unshared | 2 | llama.cpp |" in table
+    for row, first in zip(json.loads((directory / "load-1-100-unshared.json").read_text()), (False, True)):
+        assert row["rounds"] == 2 and row["requests"] == 4 and row["spread"] > 0 and ("vs_first" in row) == first
+    kept = {path.name: path.stat().st_mtime_ns for path in directory.glob("rounds/*.json")}
+    assert len(kept) == 4
+    (directory / "rounds" / "load-2-100-unshared-1.json").unlink()
+    again = compare(directory, *arguments)
+    assert again.returncode == 0 and again.stderr.count("compare: round 1 of 2: load-2") == 1 == again.stderr.count("compare: round")
+    now = {path.name: path.stat().st_mtime_ns for path in directory.glob("rounds/*.json")}
+    assert {name for name in kept if kept[name] != now[name]} == {"load-2-100-unshared-1.json"}
+    page = subprocess.run([sys.executable, str(ROOT / "tools" / "report.py"), str(directory)], capture_output=True, text=True, timeout=120)
+    assert page.returncode == 0 and "1 pictures" in page.stdout
+    text = (directory / "report.html").read_text()
+    assert "Servers, prompts of 100 tokens, unshared" in text and "Servers, as their clients see them" in text
+
+
+def test_a_server_that_cannot_start_is_one_line(tiny, tmp_path):
+    broken = tmp_path / "llama-server"
+    broken.write_text("#!/bin/sh\necho no such library\nexit 3\n")
+    broken.chmod(0o755)
+    result = compare(tmp_path / "measured", broken, "-m", tiny, "--clients", 1, "--prompts", 100)
+    assert result.returncode == 1 and "llama.cpp ended with code 3: no such library" in result.stderr
+    missing = compare(tmp_path / "measured", tmp_path / "nothing", "-m", tiny)
+    assert missing.returncode == 1 and "install_llama_server.sh" in missing.stderr and len(missing.stderr.splitlines()) == 1
