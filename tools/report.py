@@ -31,6 +31,8 @@ STYLES = {
     "previous-layer": {"color": "#b8860b", "marker": "D", "linestyle": (0, (5, 1, 1, 1))},
     "oracle": {"color": "#999999", "marker": "P", "linestyle": (0, (1, 1))},
     "libllama": {"color": "#111111", "marker": "x", "linestyle": (0, (6, 2))},
+    "dualdecoder": {"color": "#1b4f9c", "marker": "o", "linestyle": "-"},
+    "llama.cpp": {"color": "#111111", "marker": "x", "linestyle": (0, (6, 2))},
     "dense": {"color": "#555555", "marker": "*", "linestyle": (0, (3, 1))},
 }
 PASS_ORDER = ["project", "append", "select", "arrive", "attend", "predict", "finish", "retire"]
@@ -297,7 +299,7 @@ def heat_map(sources):
                 image = axes.imshow(cells, vmin=0, vmax=1, cmap="gray", aspect="auto")
                 axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
                 axes.set_yticks(range(len(depths)), [f"{depth} %" for depth in depths])
-                axes.set_title("full attention" if policy == "full" else f"{policy}, budget {budget:,}", fontsize=9)
+                axes.set_title("full attention" if policy == "full" else f"{policy}, budget {budget:,}" if budget else policy, fontsize=9)
                 axes.set_xlabel("tokens")
             all_axes[0][0].set_ylabel("depth of the fact")
             figure.colorbar(image, ax=all_axes[0].tolist(), label="share right", shrink=0.9)
@@ -305,12 +307,55 @@ def heat_map(sources):
             yield f"Needles found: {task}, {model}", figure, [source]
 
 
+def load_rows(sources):
+    for source in sources:
+        for row in source.rows("server", "clients", "prefix"):
+            yield source, row
+
+
+def servers(sources):
+    """Decoding and the time to the first text against the number of clients, for each length of prompts."""
+    groups, used = collections.defaultdict(list), collections.defaultdict(dict)
+    for source, row in load_rows(sources):
+        groups[row["prefix"], row["prompt_tokens"]].append(row)
+        used[row["prefix"], row["prompt_tokens"]][source.name] = source
+    for (prefix, prompt), rows in sorted(groups.items(), reverse=True):
+        counts = sorted({row["clients"] for row in rows})
+        if len(counts) < 2:
+            continue
+        figure, both = plt.subplots(1, 2, figsize=(9.6, 3.9), dpi=130, layout="constrained")
+        for axes, column, scale, text in ((both[0], "decode_tokens_per_s", 1, "tokens/s, all clients"),
+                                          (both[1], "first_text_ms_median", 1e3, "s to the first text, median")):
+            for name in dict.fromkeys(row["server"] for row in rows):
+                points = sorted((row["clients"], row[column] / scale) for row in rows if row["server"] == name and column in row)
+                if points:
+                    axes.plot(*zip(*points), label=name, markersize=6, linewidth=1.6, **style(name))
+            axes.set(xlabel="clients", ylabel=text, xticks=counts)
+            axes.set_ylim(bottom=0)
+            axes.grid(True, color="#e4e4e4", linewidth=0.7)
+            axes.legend(frameon=False, fontsize=8)
+        yield f"Servers, prompts of {prompt:,} tokens, {prefix}", figure, list(used[prefix, prompt].values())
+
+
+def server_table(sources):
+    head = ["server", "clients", "prompt", "prefix", "first text s", "max", "ms between texts beside prompts", "p99",
+            "ms between texts", "p99", "decode tokens/s", "× the first server", "peak memory MiB", "errors"]
+    rows = []
+    for _, row in load_rows(sources):
+        rows.append([row["server"], row["clients"], f"{row['prompt_tokens']:,}", row["prefix"],
+                     number(row, "first_text_ms_median", 1e3, 2), number(row, "first_text_ms_max", 1e3, 2),
+                     number(row, "busy_gap_ms_median"), number(row, "busy_gap_ms_p99"), number(row, "gap_ms_median"),
+                     number(row, "gap_ms_p99"), number(row, "decode_tokens_per_s"), number(row, "vs_first", digits=2),
+                     number(row, "peak_bytes", MIB, 0), f"{row['errors']} of {row['requests']}"])
+    return head, rows
+
+
 def pictures(sources):
     yield from throughput(sources, "context", "sequences", "context of each sequence, tokens",
                           "Decoding against context, sequences: {}")
     yield from throughput(sources, "sequences", "context", "sequences decoded together",
                           "Decoding against concurrency, {:,} tokens each")
-    for make in (frontier, memory, timeline, layer_recall, divergence, heat_map):
+    for make in (servers, frontier, memory, timeline, layer_recall, divergence, heat_map):
         yield from make(sources)
 
 
@@ -342,9 +387,27 @@ def speed_table(sources):
     return head, rows
 
 
+def lost_to_servers(sources):
+    """Where another server did better than ours under the same load."""
+    loads = collections.defaultdict(dict)
+    for _, row in load_rows(sources):
+        loads[row["clients"], row["prompt_tokens"], row["prefix"]][row["server"]] = row
+    for (clients, prompt, prefix), rows in loads.items():
+        ours = rows.get("dualdecoder")
+        for name, row in rows.items():
+            for column, text, more_is_better in (("decode_tokens_per_s", "decode tokens/s", True), ("gap_ms_p99", "ms p99 between texts", False),
+                                                 ("busy_gap_ms_p99", "ms p99 between texts beside prompts", False),
+                                                 ("first_text_ms_median", "ms to the first text", False)):
+                if ours is None or row is ours or column not in row or column not in ours:
+                    continue
+                if row[column] > ours[column] if more_is_better else row[column] < ours[column]:
+                    yield (f"{clients} clients, prompts of {prompt:,} tokens, {prefix}: {ours[column]:,.1f} {text}, {name} "
+                           f"{row[column]:,.1f}")
+
+
 def losses(sources):
-    """Where the dense peer is faster, and where full attention answers better."""
-    found = []
+    """Where a peer is faster, and where full attention answers better."""
+    found = list(lost_to_servers(sources))
     for _, row in decode_rows(sources):
         if row.get("speedup", 1.0) < 1.0:
             found.append(f"{row['test']}, {row['sequences']} sequences, {label(row)}: {row['speedup']:.2f} times libllama")
@@ -375,9 +438,11 @@ def page(directory, sources, broken):
            f"<style>{STYLE}</style></head><body><h1>DualDecoder: measured</h1><p>{html.escape(machine)}</p>"]
     for line in broken:
         out.append(f"<p><b>Left out:</b> {html.escape(line)}</p>")
-    head, rows = speed_table(sources)
-    if rows:
-        out.append("<h2>Speed, and how close to full attention</h2><div class=wide><table><tr>")
+    for title, (head, rows) in (("Speed, and how close to full attention", speed_table(sources)),
+                                ("Servers, as their clients see them", server_table(sources))):
+        if not rows:
+            continue
+        out.append(f"<h2>{title}</h2><div class=wide><table><tr>")
         out += [f"<th>{html.escape(name)}</th>" for name in head]
         out.append("</tr>")
         out += ["<tr>" + "".join(map(cell, row)) + "</tr>" for row in rows]

@@ -4,6 +4,8 @@
 // Without an option that says what to measure, it is the canonical workload: eight sequences of 8,192 tokens,
 // KV in a file, against libllama.
 //
+// With --peer URL it measures servers instead (load.h).
+//
 // A test is `pp` (prefill of -p tokens) or `tg` (-n decode steps), at a depth of -d tokens already in each of
 // -np sequences. The sequences are filled once per depth and cut back to it after each measurement. In every
 // repetition each engine runs once, in turn, so that what disturbs the machine disturbs both; ratios are
@@ -21,6 +23,7 @@
 #include "bench_rows.h"
 #include "command.h"
 #include "contender.h"
+#include "load.h"
 #include "output_file.h"
 #include "progress.h"
 #include "roofline.h"
@@ -44,7 +47,9 @@ struct BenchOptions {
   std::vector<std::uint32_t> depth = {0};
   std::vector<std::uint32_t> sequences = {1};
   std::uint32_t repeats = 5;
-  std::string peer = "none";
+  std::vector<std::string> peers = {"none"};  // one, or servers
+  std::vector<std::string> prefixes = {"unshared", "shared"};
+  ServerChoices server;
   std::uint32_t quality = 0;  // positions
   bool roofline = false;
   bool canonical = false;  // nothing was said about what to measure
@@ -157,7 +162,7 @@ class Bench {
         }
       }
     }
-    if (options_.peer == "none") return {};
+    if (options_.peers.front() == "none") return {};
     auto llama = make_libllama_contender(model_, engine);
     if (!llama) return std::unexpected(llama.error());
     contenders_.push_back(std::move(*llama));
@@ -307,7 +312,7 @@ class Bench {
         fmt::print(stderr, "{} x {}, {}, auto: {}\n", test.test, test.sequences, contender->far(),
                    contender->choice());
     }
-    const bool peer = options_.peer != "none";
+    const bool peer = options_.peers.front() != "none";
     for (std::size_t i = 0; i + (peer ? 1 : 0) < rows.size(); ++i) {
       if (peer) rows[i].speedup = median_ratio(rows.back(), rows[i]);
       if (i > 0) rows[i].vs_first = median_ratio(rows.front(), rows[i]);
@@ -413,6 +418,47 @@ Status measure(const BenchOptions& options, BenchSetting& setting, std::vector<B
   return status;
 }
 
+/// --peer URL: what is not about servers is refused, what was not said is the load that all are measured by.
+Result<LoadOptions> load_options(const BenchOptions& options, const CLI::App& command) {
+  if (!std::all_of(options.peers.begin(), options.peers.end(), is_server))
+    return fail(ErrorCode::kInvalidArgument, "--peer: servers are measured beside servers alone");
+  if (Status status =
+          refuse_options_but(command,
+                             {"model", "peer", "prefix", "api-key", "served-model", "file", "decode", "depth",
+                              "np", "repeats", "output"},
+                             "it is for engines in this process; with --peer URL, start the server with it");
+      !status)
+    return std::unexpected(status.error());
+  const auto said = [&](const char* name) { return command.get_option(name)->count() > 0; };
+  LoadOptions load;
+  load.model = options.model.model;
+  load.servers = options.peers;
+  load.server = options.server;
+  load.file = options.file;
+  load.clients = options.sequences;
+  load.prompts = options.depth;
+  load.prefixes = options.prefixes;
+  load.answer_tokens = options.decode.front();
+  load.repeats = said("--repeats") ? options.repeats : 3;
+  if (!said("--sequences")) load.clients = {1, 4, 8, 16};
+  if (!said("--depth")) load.prompts = {2048, 7000};
+  if (options.decode.size() > 1 || load.answer_tokens == 0)
+    return fail(ErrorCode::kInvalidArgument, "--decode: with --peer URL, one number above 0");
+  if (*std::min_element(load.prompts.begin(), load.prompts.end()) < 64)
+    return fail(ErrorCode::kInvalidArgument, "--depth: with --peer URL, prompts of at least 64 tokens");
+  return load;
+}
+
+Status run_load(const BenchOptions& options, const CLI::App& command) {
+  const auto load = load_options(options, command);
+  if (!load) return std::unexpected(load.error());
+  std::vector<LoadRow> rows;
+  const Status measured = measure_load(*load, rows);
+  if (!measured && rows.empty()) return measured;
+  const Status printed = print_result(format_load(rows, *load, options.output));
+  return measured ? printed : measured;
+}
+
 Status run_bench(BenchOptions options) {
   std::optional<ScratchDirectory> scratch;
   for (std::string& far : options.far) {
@@ -428,6 +474,16 @@ Status run_bench(BenchOptions options) {
   if (!measured && rows.empty()) return measured;
   const Status printed = print_result(format_rows(rows, setting, options.output));
   return measured ? printed : measured;
+}
+
+Status check_no_server(const CLI::App& command, const BenchOptions& options) {
+  for (const char* name : {"--prefix", "--api-key", "--served-model"}) {
+    if (command.get_option(name)->count() > 0)
+      return fail(ErrorCode::kInvalidArgument, "{}: it goes with --peer URL", name);
+  }
+  if (options.peers.size() > 1)
+    return fail(ErrorCode::kInvalidArgument, "--peer: one engine in this process, or a list of servers");
+  return {};
 }
 
 /// What was not said is that of the workload that everybody measures alike.
@@ -447,7 +503,7 @@ void complete(BenchOptions& options, const CLI::App& command) {
   options.decode = {32};
   options.depth = {8192};
   options.sequences = {8};
-  options.peer = "libllama";
+  options.peers = {"libllama"};
   if (!said("--far")) options.far = {"file"};
   if (!said("--policy")) options.policies = {"previous", "dual"};
   if (!said("--quality")) options.quality = 64;
@@ -457,10 +513,10 @@ void complete(BenchOptions& options, const CLI::App& command) {
 
 void add_bench_command(CLI::App& app, int& exit_code) {
   auto options = std::make_shared<BenchOptions>();
-  CLI::App* command =
-      app.add_subcommand("bench",
-                         "Measure prefill and decode speed, alone or against libllama. With -m alone: eight "
-                         "sequences of 8,192 tokens, KV in a file, against libllama (some minutes)");
+  CLI::App* command = app.add_subcommand(
+      "bench",
+      "Measure prefill and decode speed, alone or against libllama, or servers under load. With -m "
+      "alone: eight sequences of 8,192 tokens, KV in a file, against libllama (some minutes)");
   add_model_options(*command, options->model);
   add_tier_options(*command, options->tiers, false);
   command
@@ -511,9 +567,30 @@ void add_bench_command(CLI::App& app, int& exit_code) {
       ->capture_default_str()
       ->check(CLI::Range(1, 1000))
       ->type_name("N");
-  command->add_option("--peer", options->peer, "Engine to compare with")
+  command
+      ->add_option(
+          "--peer", options->peers,
+          "Whom to compare with: libllama in this process, none; or measure servers that speak the "
+          "OpenAI API over http (no https), in turn, as clients see them: URL or NAME=URL, several "
+          "with commas. Then --np are clients (default 1,4,8,16), -d tokens of their prompts (default "
+          "2048,7000), -n tokens of the answers, -r rounds (default 3)")
+      ->delimiter(',')
       ->capture_default_str()
-      ->check(CLI::IsMember({"none", "libllama"}));
+      ->check([](const std::string& peer) {
+        if (peer == "none" || peer == "libllama" || is_server(peer)) return std::string();
+        return fmt::format("'{}' is not libllama, none or the address of a server (http://HOST:PORT)", peer);
+      })
+      ->type_name("PEER,...");
+  command
+      ->add_option("--prefix", options->prefixes,
+                   "With --peer URL: prompts of which nothing was seen before (unshared), or nine tenths, by "
+                   "an earlier client (shared)")
+      ->delimiter(',')
+      ->capture_default_str()
+      ->check(CLI::IsMember({"unshared", "shared"}))
+      ->group("Servers")
+      ->type_name("NAME,...");
+  add_server_options(*command, options->server);
   command
       ->add_option("--quality", options->quality,
                    "Positions behind the depth at which decoding is compared with full attention; 0: none")
@@ -528,8 +605,15 @@ void add_bench_command(CLI::App& app, int& exit_code) {
   add_environment_names(*command);
   command->callback([options, command, &exit_code] {
     catch_interrupts();
-    complete(*options, *command);
-    if (Status status = run_bench(*options); !status) exit_code = report(status.error());
+    Status status;
+    if (std::any_of(options->peers.begin(), options->peers.end(), is_server)) {
+      status = run_load(*options, *command);
+    } else {
+      status = check_no_server(*command, *options);
+      if (status) complete(*options, *command);
+      if (status) status = run_bench(*options);
+    }
+    if (!status) exit_code = report(status.error());
     if (interrupted()) exit_code = kExitInterrupted;
   });
 }

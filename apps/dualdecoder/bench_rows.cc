@@ -6,7 +6,6 @@
 #include <utility>
 
 #include <fmt/format.h>
-#include <nlohmann/json.hpp>
 
 #include "base/statistics.h"
 #include "commit.h"
@@ -104,25 +103,6 @@ std::string csv_cell(const Json& value) {
   std::string quoted = "\"";
   for (const char c : text) quoted += c == '"' ? std::string("\"\"") : std::string(1, c);
   return quoted + "\"";
-}
-
-/// Each column that any row has, in the order in which they come up.
-std::string csv_of(const Json& list) {
-  std::vector<std::string> columns;
-  for (const Json& row : list) {
-    for (const auto& [name, value] : row.items()) {
-      if (std::find(columns.begin(), columns.end(), name) == columns.end()) columns.push_back(name);
-    }
-  }
-  std::string text = fmt::format("{}\n", fmt::join(columns, ","));
-  for (const Json& row : list) {
-    for (std::size_t i = 0; i < columns.size(); ++i) {
-      if (i > 0) text += ',';
-      if (row.contains(columns[i])) text += csv_cell(row[columns[i]]);
-    }
-    text += '\n';
-  }
-  return text;
 }
 
 /// The policy, and what it attends to where that is more than it selected.
@@ -227,6 +207,24 @@ double BenchRow::memory_bytes_per_s() const {
   return (static_cast<double>(weight_bytes) * total_steps() + tiers.kv_bytes) / total_seconds();
 }
 double BenchRow::far_bytes_per_s() const { return tiers.read_bytes / total_seconds(); }
+
+std::string csv_of(const Json& list) {
+  std::vector<std::string> columns;
+  for (const Json& row : list) {
+    for (const auto& [name, value] : row.items()) {
+      if (std::find(columns.begin(), columns.end(), name) == columns.end()) columns.push_back(name);
+    }
+  }
+  std::string text = fmt::format("{}\n", fmt::join(columns, ","));
+  for (const Json& row : list) {
+    for (std::size_t i = 0; i < columns.size(); ++i) {
+      if (i > 0) text += ',';
+      if (row.contains(columns[i])) text += csv_cell(row[columns[i]]);
+    }
+    text += '\n';
+  }
+  return text;
+}
 
 std::string format_rows(const std::vector<BenchRow>& rows, const BenchSetting& setting,
                         const std::string& format) {

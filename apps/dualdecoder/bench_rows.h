@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include <nlohmann/json.hpp>
+
 #include "contender.h"
 #include "roofline.h"
 
@@ -58,5 +60,8 @@ struct BenchSetting {
 /// `format`: "md", "json" or "csv". Columns of JSON are added and never renamed; those of CSV are the same.
 std::string format_rows(const std::vector<BenchRow>& rows, const BenchSetting& setting,
                         const std::string& format);
+
+/// A list of flat objects: each column that any of them has, in the order in which they come up.
+std::string csv_of(const nlohmann::ordered_json& list);
 
 }  // namespace dualdecoder

@@ -108,6 +108,27 @@ void add_tier_options(CLI::App& command, TierChoices& choices, bool one_engine) 
       ->check(CLI::IsMember({"f16", "int8"}));
 }
 
+void add_server_options(CLI::App& command, ServerChoices& choices) {
+  const std::string group = "Servers";
+  command.add_option("--api-key", choices.api_key, "Key that the server wants")
+      ->group(group)
+      ->type_name("KEY");
+  command
+      .add_option("--served-model", choices.model,
+                  "Name of the model there; by default the first that /v1/models lists")
+      ->group(group)
+      ->type_name("NAME");
+}
+
+Status refuse_options_but(const CLI::App& command, const std::set<std::string>& allowed, const char* why) {
+  for (const CLI::Option* option : command.get_options()) {
+    if (option->count() == 0 || option->get_lnames().empty()) continue;
+    const std::string& name = option->get_lnames().front();
+    if (!allowed.contains(name)) return fail(ErrorCode::kInvalidArgument, "--{}: {}", name, why);
+  }
+  return {};
+}
+
 void add_context_option(CLI::App& command, ModelOptions& options) {
   command
       .add_option("-c,--ctx-size", options.context,

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -49,10 +50,21 @@ struct TierChoices {
   std::uint32_t dense_layers = 0;
 };
 
+/// A server that speaks the OpenAI API, as a user writes it.
+struct ServerChoices {
+  std::string url;
+  std::string api_key;
+  std::string model;  // empty: the first one that it lists
+};
+
 /// -m, -t, -b and the like.
 void add_model_options(CLI::App& command, ModelOptions& options);
 /// --far, --near-memory, --policy and the like; --far and --policy only if `one_engine`.
 void add_tier_options(CLI::App& command, TierChoices& choices, bool one_engine = true);
+/// --api-key, --served-model
+void add_server_options(CLI::App& command, ServerChoices& choices);
+/// kInvalidArgument for the first option beside these that was given, with `why` behind its name.
+Status refuse_options_but(const CLI::App& command, const std::set<std::string>& allowed, const char* why);
 /// -c
 void add_context_option(CLI::App& command, ModelOptions& options);
 /// Makes every long flag of `command` settable as DUALDECODER_<NAME>, e.g. --top-k as DUALDECODER_TOP_K.

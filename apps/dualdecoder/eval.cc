@@ -1,5 +1,5 @@
 // `dualdecoder eval`: how close decoding from a far tier stays to full attention. The command line; what is
-// measured is in eval_text.cc and eval_tasks.cc.
+// measured is in eval_text.cc, eval_tasks.cc and eval_server.cc.
 #include "eval.h"
 
 #include <algorithm>
@@ -20,8 +20,27 @@ Status check(const EvalOptions& options) {
   return {};
 }
 
+/// Nothing that a server would not follow is taken in silence.
+Status check_server(const EvalOptions& options, const CLI::App& command) {
+  if (options.server.url.empty()) {
+    if (options.server.api_key.empty() && options.server.model.empty()) return {};
+    return fail(ErrorCode::kInvalidArgument, "--api-key and --served-model go with --url");
+  }
+  if (options.reads_text()) {
+    return fail(
+        ErrorCode::kInvalidArgument,
+        "--kl and --ppl need the distribution of every token, which the API does not give; --url works "
+        "with --needle and --copy");
+  }
+  return refuse_options_but(command,
+                            {"model", "url", "api-key", "served-model", "needle", "copy", "lengths", "depths",
+                             "seeds", "raw", "results", "file", "output"},
+                            "it is for answers in this process; with --url, start the server with it");
+}
+
 Status measure(const EvalOptions& options, EvalReport& report) {
   if (Status status = check(options); !status) return status;
+  if (!options.server.url.empty()) return eval_server(options, report);
   const auto model = load_model(options.model);
   if (!model) return std::unexpected(model.error());
   const auto engine = engine_options(options.model, **model);
@@ -33,7 +52,8 @@ Status measure(const EvalOptions& options, EvalReport& report) {
   return eval_tasks(options, **model, *engine, report);
 }
 
-Status run_eval(const EvalOptions& options) {
+Status run_eval(const EvalOptions& options, const CLI::App& command) {
+  if (Status status = check_server(options, command); !status) return status;
   EvalReport report;
   const Status measured = measure(options, report);
   if (!measured && report.rows.empty()) return measured;
@@ -94,6 +114,13 @@ void add_task_options(CLI::App& command, EvalOptions& options) {
                   "Keep each answer in this file (JSON lines) and skip those that are in it already")
       ->group(group)
       ->type_name("FILE");
+  command
+      .add_option("--url", options.server.url,
+                  "Let a server answer the tasks, any that speaks the OpenAI API over http (no https), e.g. "
+                  "http://127.0.0.1:8080; of the model file the vocabulary alone is read")
+      ->group("Servers")
+      ->type_name("URL");
+  add_server_options(command, options.server);
 }
 
 }  // namespace
@@ -151,9 +178,9 @@ void add_eval_command(CLI::App& app, int& exit_code) {
       ->capture_default_str()
       ->check(CLI::IsMember({"md", "json"}));
   add_environment_names(*command);
-  command->callback([options, &exit_code] {
+  command->callback([options, command, &exit_code] {
     catch_interrupts();
-    if (Status status = run_eval(*options); !status) {
+    if (Status status = run_eval(*options, *command); !status) {
       exit_code = report(status.error());
     } else if (interrupted()) {
       exit_code = kExitInterrupted;

@@ -35,6 +35,7 @@ struct EvalOptions {
   std::uint32_t seeds = 5;
   bool raw = false;
   std::string results;
+  ServerChoices server;  // who answers; without an address, this process
   std::string output = "md";
 
   bool reads_text() const { return kl || perplexity; }
@@ -55,6 +56,8 @@ Result<EngineOptions> eval_engine_options(const EvalOptions& options, const Engi
 /// Divergence from full attention and perplexity on a text.
 Status eval_text(const EvalOptions& options, const Model& model, const EngineOptions& engine,
                  EvalReport& report);
+/// The tasks, answered by a server.
+Status eval_server(const EvalOptions& options, EvalReport& report);
 /// Questions about documents, with each policy and with full attention.
 Status eval_tasks(const EvalOptions& options, const Model& model, const EngineOptions& engine,
                   EvalReport& report);
