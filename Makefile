@@ -42,8 +42,9 @@ demo: build $(SMOLLM2) ## One question about a long document, answered: DEMO_QUE
 	@mkdir -p build/demo
 	@build/release/dualdecoder run -m $(SMOLLM2) -f demo/lighthouse-logbook.md -p "$(DEMO_QUESTION)" \
 	  --chat --temp 0 -n 96 --far file:build/demo --near-memory 22.5MiB --budget 2048
+	@echo "Ask more, and watch the tiers at work: make serve, then open http://127.0.0.1:8080"
 
-serve: build $(SMOLLM2) ## The OpenAI API on http://127.0.0.1:8080, until Ctrl-C: SERVE_OPTIONS="--port 9000"
+serve: build $(SMOLLM2) ## The web page and the OpenAI API on http://127.0.0.1:8080, until Ctrl-C: SERVE_OPTIONS="--port 9000"
 	@exec build/release/dualdecoder serve -m $(SMOLLM2) $(SERVE_OPTIONS)
 
 test: build $(SMOLLM2) $(GEMMA3) ## Every test but the long ones

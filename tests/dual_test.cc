@@ -492,6 +492,66 @@ TEST_P(Dual, ReadsAheadWhatAPerfectGuessWillNeed) {
   EXPECT_EQ(dual->stats().blocks_missed, 0U);
 }
 
+// Against what is counted over all steps, where every layer that selects is seen.
+TEST_P(Dual, AWatchedStepSaysOfEachBlockWhatIsCounted) {
+  for (const std::uint32_t resident : {0U, 3U}) {
+    EngineOptions options = dual_options(1, 64);
+    options.tiers.near_tokens = 80;
+    options.tiers.resident_layers = resident;
+    const auto watched =
+        simulated(*model_, options, {.latency_min = milliseconds(1), .latency_max = milliseconds(9)});
+    Generator generator(*watched);
+    const auto generation = generator.start(random_tokens(300, 1), generation_options(0.8f, 0, 60));
+    ASSERT_TRUE(generation && generator.prefill(**generation));
+    Generation* one = generation->get();
+    StepWatch watch;
+    watched->set_watch(&watch);
+    std::array<std::uint64_t, 7> seen{};
+    const StepStats before = watched->stats();
+    while (one->running()) {
+      watch.begin(one->sequence());
+      ASSERT_TRUE(generator.step(std::span(&one, 1)));
+      for (LayerIndex layer; layer.value < watch.layers(); ++layer) {
+        if (watched->tiers().layer(layer).kind != LayerKind::kSelecting) continue;
+        for (const BlockFate fate : watch.fates().subspan(layer.value * watch.blocks(), watch.blocks()))
+          ++seen[static_cast<std::size_t>(fate)];
+      }
+    }
+    const StepStats after = watched->stats();
+    const auto count = [&](BlockFate fate) { return seen[static_cast<std::size_t>(fate)]; };
+    EXPECT_EQ(count(BlockFate::kMissed) + count(BlockFate::kStreamed),
+              after.blocks_missed - before.blocks_missed);
+    EXPECT_EQ(count(BlockFate::kLate), after.blocks_late - before.blocks_late);
+    EXPECT_EQ(count(BlockFate::kFetched) + count(BlockFate::kLate), after.blocks_used - before.blocks_used);
+    EXPECT_GT(count(BlockFate::kFetched), 0U);
+    EXPECT_GT(count(BlockFate::kAttended), 0U);
+    EXPECT_GT(count(BlockFate::kFar), 0U);
+  }
+}
+
+// Of several sequences one is watched, and nobody after the end.
+TEST_P(Dual, AWatchSeesNoOtherSequence) {
+  const auto both = engine(*model_, dual_options(2, 64));
+  const auto one = new_sequence(*both);
+  const auto other = new_sequence(*both);
+  for (Sequence* sequence : {one.get(), other.get()})
+    ASSERT_TRUE(both->prefill(*sequence, random_tokens(200, 1)));
+  StepWatch watch;
+  both->set_watch(&watch);
+  watch.begin(*one);
+  const std::vector<TokenId> token = {7};
+  const StepGroup group{.sequence = other.get(), .tokens = token};
+  ASSERT_TRUE(both->step(std::span(&group, 1)));
+  EXPECT_THAT(watch.fates(), testing::Each(BlockFate::kFar));
+  watch.end();
+  const StepGroup own{.sequence = one.get(), .tokens = token};
+  ASSERT_TRUE(both->step(std::span(&own, 1)));
+  EXPECT_THAT(watch.fates(), testing::Each(BlockFate::kFar));
+  watch.begin(*one);
+  ASSERT_TRUE(both->step(std::span(&own, 1)));
+  EXPECT_THAT(watch.fates(), testing::Contains(BlockFate::kAttended));
+}
+
 // What a layer attends to does not depend on how its blocks came near.
 TEST_P(Dual, WritesTheSameTextWithAnyNumberOfResidentLayers) {
   EngineOptions options = dual_options(2, 64);

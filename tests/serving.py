@@ -44,12 +44,12 @@ def forced_far(directory):
 
 
 class Server:
-    """Started on a free port, which the start line on stderr names. One engine thread unless told otherwise."""
+    """Started on a free port, which the start line on stderr names, with one engine thread, unless told otherwise."""
 
-    def __init__(self, model, *options, env=None):
+    def __init__(self, model, *options, env=None, port=0, threads=1):
         self._directory = tempfile.TemporaryDirectory(prefix="serving-")
         self.process = subprocess.Popen(
-            [str(PROGRAM), "serve", "-m", str(model), "-t", "1", "--port", "0", *map(str, options)],
+            [str(PROGRAM), "serve", "-m", str(model), "-t", str(threads), "--port", str(port), *map(str, options)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -135,9 +135,18 @@ class Server:
         """A socket on which a stream has begun; it is closed at the end without having been read."""
         body = json.dumps({"prompt": prompt, "stream": True, **fields}).encode()
         with self.socket() as client:
-            client.sendall(post_bytes("/v1/completions", body))
+            client.sendall(post_bytes("/v1/completions", body, *(f"{name}: {value}" for name, value in self.headers().items())))
             assert client.recv(12) == b"HTTP/1.1 200"
             yield client
+
+    @contextlib.contextmanager
+    def watch_steps(self):
+        """What comes from /v1/dualdecoder/steps, without comment lines."""
+        with contextlib.closing(self.connect()) as connection:
+            connection.request("GET", "/v1/dualdecoder/steps", headers=self.headers())
+            response = connection.getresponse()
+            assert response.status == 200 and response.headers["Content-Type"].startswith("text/event-stream")
+            yield (event for event in events(response) if isinstance(event, dict))
 
     def metrics(self):
         """{name with labels: value}"""

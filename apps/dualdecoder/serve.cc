@@ -17,6 +17,7 @@
 #include "log.h"
 #include "model/gguf_file.h"
 #include "serve/api.h"
+#include "serve/web_page.h"
 
 namespace dualdecoder {
 namespace {
@@ -132,8 +133,16 @@ void allow_many_descriptors() {
 // What answers: the API, once the model is loaded.
 class Front {
  public:
+  /// `web`: the page is there from the start, and says that the model is being loaded.
+  explicit Front(bool web) : web_(web) {}
+
   boost::asio::awaitable<void> handle(const HttpRequest& request, HttpExchange& exchange) {
     if (Api* api = api_.load()) co_return co_await api->handle(request, exchange);
+    if (const WebFile* file = web_ && request.method == "GET" ? find_web_file(request.path) : nullptr) {
+      HttpReply page = web_reply(*file, request);
+      co_await exchange.reply(std::move(page));
+      co_return;
+    }
     HttpReply reply = Api::refusal(503, "the model is still being loaded");
     reply.headers.emplace_back("Retry-After", "1");
     co_await exchange.reply(std::move(reply));
@@ -141,6 +150,7 @@ class Front {
   void open(Api* api) { api_ = api; }
 
  private:
+  const bool web_;
   std::atomic<Api*> api_ = nullptr;
 };
 
@@ -212,7 +222,7 @@ Status serve(ServeOptions options) {
   options.api.on_answered = request_log(options.log_requests);
   allow_many_descriptors();
 
-  Front front;
+  Front front(options.api.web);
   auto server = HttpServer::listen(
       options.http,
       [&front](const HttpRequest& request, HttpExchange& exchange) {
@@ -284,6 +294,7 @@ void add_server_options(CLI::App& command, ServeOptions& options) {
   command
       .add_flag("!--no-measure", options.measure, "Do not measure at the start what speed is to be expected")
       ->group(group);
+  command.add_flag("!--no-web", options.api.web, "Without the web page at /")->group(group);
   const auto choice = [&](const char* name, std::string& value, const char* help,
                           const std::vector<std::string>& values) {
     command.add_option(name, value, help)->capture_default_str()->group(group)->check(CLI::IsMember(values));

@@ -61,6 +61,9 @@ class Engine {
   /// until the next step over prompts.
   std::optional<const float*> advance_prompts(std::uint32_t layers);
 
+  /// Tells `watch` of the steps of decoding to come; null: nobody.
+  void set_watch(StepWatch* watch) { decoding_.step->set_watch(watch); }
+
   /// Whether the token behind the next one of `sequence` will find more blocks beside its window than it may
   /// select. Only then does a guess of it have anything to tell.
   bool needs_prediction(const Sequence& sequence) const;

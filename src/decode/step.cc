@@ -201,9 +201,12 @@ void Step::arrive(LayerIndex layer) {
   for (Work& work : works()) {
     work.streamed = false;
     list_blocks(work, layer);
+    const bool watched = watch_ != nullptr && watch_->watches(work.sequence);
+    if (watched) watch_->note_needed(work, layer);
     if (!tiers_.tiered() || work.sequence->error()) continue;
     bring_near(work, layer);
     if (tiers_.options().attend_resident && work.selecting && !work.streamed) add_resident(work, layer);
+    if (watched) watch_->note_arriving(work, layer);
   }
   if (!tiers_.tiered()) return;
   Transfers& transfers = tiers_.transfers();

@@ -23,6 +23,7 @@
 
 #include "attention/attention.h"
 #include "decode/predictor.h"
+#include "decode/step_watch.h"
 #include "decode/step_work.h"
 #include "decode/streamer.h"
 #include "model/forward.h"
@@ -65,6 +66,8 @@ class Step {
   /// The next `layers` layers, or what is left of them; returns whether more are left.
   bool advance(std::uint32_t layers);
   const float* finish();
+  /// Tells `watch` of the sequence that it watches, in the steps to come; null: nobody.
+  void set_watch(StepWatch* watch) { watch_ = watch; }
 
   /// Nanoseconds spent in each pass since the start.
   const std::array<std::uint64_t, kPasses>& pass_ns() const { return pass_ns_; }
@@ -114,6 +117,7 @@ class Step {
   StepStats stats_;
   Predictor predictor_;
   std::array<std::uint64_t, kPasses> pass_ns_{};
+  StepWatch* watch_ = nullptr;
   bool attends_last_layer_ = true;
   std::uint64_t step_ = 0;  // its number
   LayerIndex layer_;        // the next one, or the one under way

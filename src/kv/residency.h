@@ -94,6 +94,10 @@ class Residency {
   /// A mark for what is read on a guess; gone when taken, and with the slot.
   void mark_predicted(LayerIndex layer, BlockIndex block);
   bool take_predicted_mark(LayerIndex layer, BlockIndex block);
+  bool predicted(LayerIndex layer, BlockIndex block) const {
+    const std::uint32_t place = place_of(layer, block);
+    return place != kNowhere && slots_[place].predicted;
+  }
   void forget_predicted_marks();
 
   /// The transfer that a loading or writing slot waits for, for whoever runs the transfers.

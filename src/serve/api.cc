@@ -16,6 +16,8 @@
 #include "serve/reply.h"
 #include "serve/request.h"
 #include "serve/response_format.h"
+#include "serve/step_feed.h"
+#include "serve/web_page.h"
 
 namespace dualdecoder {
 namespace {
@@ -23,6 +25,8 @@ namespace {
 namespace asio = boost::asio;
 using nlohmann::json;
 using nlohmann::ordered_json;
+
+constexpr auto kDrainPatience = std::chrono::milliseconds(250);  // of those who look on, before they leave
 
 // What a client sent may be quoted in it, and need not be UTF-8.
 std::string dump(const ordered_json& value) {
@@ -112,7 +116,7 @@ struct Asked {
 struct Api::Impl {
   /// An answer that is made in one go.
   using Answer = HttpReply (Impl::*)(const HttpRequest&) const;
-  enum class How { kAtOnce, kOnWorker, kChat, kCompletions };
+  enum class How { kAtOnce, kOnWorker, kChat, kCompletions, kSteps };
   struct Route {
     const char* method;
     const char* path;
@@ -134,6 +138,10 @@ struct Api::Impl {
   asio::awaitable<void> send(HttpExchange& exchange, HttpReply reply) const;
   /// The route of the request, or why there is none.
   std::expected<const Route*, HttpReply> find(const HttpRequest& request) const;
+  /// Of the web page, which needs no key; null for everything else, and with pages of other origins.
+  const WebFile* page_file(const HttpRequest& request) const {
+    return options.web && !from_elsewhere(request) ? find_web_file(request.path) : nullptr;
+  }
 
   template <typename F>
   asio::awaitable<std::invoke_result_t<F>> on_worker(F work) {
@@ -159,6 +167,7 @@ struct Api::Impl {
   asio::awaitable<void> answer(const HttpRequest& request, HttpExchange& exchange, RequestRecord& record);
   asio::awaitable<void> complete(Endpoint endpoint, const HttpRequest& request, HttpExchange& exchange,
                                  RequestRecord& record);
+  asio::awaitable<void> stream_steps(HttpExchange& exchange);
   asio::awaitable<void> follow(bool streams, Reply& reply, EventQueue& queue, HttpExchange& exchange);
 };
 
@@ -177,6 +186,7 @@ const std::vector<Api::Impl::Route>& Api::Impl::routes() {
       {"POST", "/v1/chat/completions", How::kChat},
       {"POST", "/v1/completions", How::kCompletions},
       {"GET", "/v1/models", How::kAtOnce, &Impl::models},
+      {"GET", "/v1/dualdecoder/steps", How::kSteps},
       {"GET", "/health", How::kAtOnce, &Impl::health, true},
       {"GET", "/metrics", How::kAtOnce, &Impl::metrics_text},
       {"GET", "/props", How::kAtOnce, &Impl::props},
@@ -227,7 +237,7 @@ std::expected<const Api::Impl::Route*, HttpReply> Api::Impl::find(const HttpRequ
                           .type = "permission_error",
                           .message = "pages of other origins may not ask; see --cors-origin"}));
   }
-  std::string allowed;
+  std::string allowed = page_file(request) == nullptr ? "" : "GET";
   for (const Route& route : routes()) {
     if (request.path != route.path) continue;
     if (request.method != route.method) {
@@ -257,6 +267,10 @@ std::expected<const Api::Impl::Route*, HttpReply> Api::Impl::find(const HttpRequ
 
 asio::awaitable<void> Api::Impl::answer(const HttpRequest& request, HttpExchange& exchange,
                                         RequestRecord& record) {
+  if (const WebFile* file = page_file(request); file != nullptr && request.method == "GET") {
+    HttpReply reply = web_reply(*file, request);
+    co_return co_await send(exchange, std::move(reply));
+  }
   const auto route = find(request);
   if (!route) co_return co_await send(exchange, route.error());
   switch ((*route)->how) {
@@ -270,6 +284,8 @@ asio::awaitable<void> Api::Impl::answer(const HttpRequest& request, HttpExchange
       co_return co_await complete(Endpoint::kChat, request, exchange, record);
     case How::kCompletions:
       co_return co_await complete(Endpoint::kCompletions, request, exchange, record);
+    case How::kSteps:
+      co_return co_await stream_steps(exchange);
   }
 }
 
@@ -484,6 +500,34 @@ asio::awaitable<void> Api::Impl::complete(Endpoint endpoint, const HttpRequest& 
   if (reply.error()) note_error(*reply.error(), record);
   if (reply.ended()) co_return;
   for (const JobId job : *jobs) service.cancel(job);
+}
+
+// Until the client has gone, or the server shuts down.
+asio::awaitable<void> Api::Impl::stream_steps(HttpExchange& exchange) {
+  const auto executor = co_await asio::this_coro::executor;
+  StepFeed::Listener listener(service.steps(), executor);
+  asio::steady_timer& timer = listener.timer();
+  const bool begun = co_await exchange.begin_stream(cors_headers());
+  if (!begun) co_return;
+  exchange.watch_for_close(timer);
+  using Clock = asio::steady_timer::clock_type;
+  auto comment_at = Clock::now();  // the first one at once: the stream stands
+  while (!exchange.gone() && !service.state().draining) {
+    timer.expires_after(kDrainPatience);
+    auto sample = listener.take();
+    if (!sample && Clock::now() < comment_at) {
+      boost::system::error_code woken;
+      co_await timer.async_wait(asio::redirect_error(asio::use_awaitable, woken));
+      continue;
+    }
+    std::string bytes = ": still here\n\n";
+    if (sample)
+      bytes = co_await on_worker([&] { return event_line(step_sample_json(*sample, Clock::now())); });
+    comment_at = Clock::now() + options.comment_period;
+    const bool sent = co_await exchange.send(std::move(bytes));
+    if (!sent) co_return;
+  }
+  co_await exchange.end_stream();
 }
 
 // Until the answer is out, or the client has gone.

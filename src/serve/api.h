@@ -22,6 +22,7 @@ struct ApiOptions {
   std::string version;
   std::vector<std::string> api_keys;  // any of them; none: everybody may ask
   std::string cors_origin;            // "*" or an origin; empty: pages of other origins may not ask
+  bool web = true;                    // the page at /
   std::string chat_template;          // one of libllama's names; empty: the model's own
   std::chrono::milliseconds comment_period{10'000};  // of silence in a stream, before a comment line
   std::function<void(const RequestRecord&)> on_answered = {};  // on the HTTP thread; must not block

@@ -85,7 +85,8 @@ class Exchange final : public HttpExchange {
     error_code error;
     stream_.expires_after(options_.write_time_max);
     co_await http::async_write_header(stream_, serializer, asio::redirect_error(asio::use_awaitable, error));
-    co_return note(error);
+    const bool written = note(error);
+    co_return written && !head_only_;
   }
 
   asio::awaitable<bool> send(std::string bytes) override {
@@ -194,6 +195,7 @@ HttpRequest plain(const http::request<http::string_body>& from) {
           .origin = text(from[http::field::origin]),
           .host = text(from[http::field::host]),
           .authorization = text(from[http::field::authorization]),
+          .if_none_match = text(from[http::field::if_none_match]),
           .body = {}};
 }
 

@@ -36,6 +36,7 @@ struct HttpRequest {
   std::string origin;         // header
   std::string host;           // header
   std::string authorization;  // header
+  std::string if_none_match;  // header
   std::string body;
 };
 

@@ -23,6 +23,8 @@ class Metrics {
   /// In Prometheus' text format.
   std::string text() const;
 
+  double generated_tokens() const { return tokens_.Value(); }
+
   void note_jobs(std::uint32_t running, std::uint32_t waiting);
   void note_queued(double seconds);
   void note_parked();

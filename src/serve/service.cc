@@ -90,7 +90,9 @@ Service::~Service() {
 }
 
 void Service::run(const EngineOptions& engine_options, std::promise<Status> created) {
-  auto engine = Engine::create(model_, engine_options);
+  EngineOptions watched = engine_options;
+  watched.tiers.transfers.trace = steps_->trace();
+  auto engine = Engine::create(model_, watched);
   if (!engine) {
     created.set_value(std::unexpected(engine.error()));
     return;
@@ -368,8 +370,15 @@ bool Service::decode(const std::vector<JobId>& jobs) {
     generations.push_back(generation);
   }
   if (members.empty()) return false;
+  const bool sampled = steps_->begin_step(*engine_, members.back(), *generations.back());
   const Clock::time_point begin = Clock::now();
   const Status status = generator_->step(generations);
+  if (sampled) {
+    steps_->end_step(*engine_, *generator_, *generations.back(),
+                     {.running = scheduler_->running(),
+                      .waiting = scheduler_->waiting(),
+                      .tokens = metrics_.generated_tokens()});
+  }
   if (!status) {
     for (const JobId id : members) end(id, FinishReason::kError, status.error());
     return true;

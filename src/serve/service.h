@@ -22,6 +22,7 @@
 #include "serve/job.h"
 #include "serve/metrics.h"
 #include "serve/scheduler.h"
+#include "serve/step_feed.h"
 
 namespace dualdecoder {
 
@@ -67,6 +68,7 @@ class Service {
 
   const Engine& engine() const { return *engine_; }  // what is constant about it
   const ServiceOptions& options() const { return options_; }
+  const std::shared_ptr<StepFeed>& steps() const { return steps_; }
 
  private:
   struct Running;
@@ -92,6 +94,7 @@ class Service {
   const Model& model_;
   const ServiceOptions options_;
   Metrics& metrics_;
+  const std::shared_ptr<StepFeed> steps_ = std::make_shared<StepFeed>();
 
   // Shared.
   mutable std::mutex mutex_;
