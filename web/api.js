@@ -105,7 +105,7 @@ async function* stream(path, options) {
     yield* events(response);
   } catch (error) {
     if (options.signal?.aborted) throw new ApiError("stopped", "Stopped.");
-    throw new ApiError("gone", "The server went away in the middle of it.");
+    throw new ApiError("gone", "The server went away in the middle of it. Retry when it is back.");
   }
 }
 
@@ -130,7 +130,7 @@ export async function chat(body, { onProgress, onText, signal }) {
     }
   }
   if (signal?.aborted) throw new ApiError("stopped", "Stopped.");
-  if (end.finish === null) throw new ApiError("gone", "The server went away in the middle of the answer.");
+  if (end.finish === null) throw new ApiError("gone", "The server went away in the middle of the answer. Retry when it is back.");
   return end;
 }
 
