@@ -18,7 +18,8 @@ from conftest import PROGRAM, ROOT, dualdecoder, make_tiny
 from serving import Server
 
 NEEDLE = ["--needle", "single,words", "--lengths", 500, "--depths", "20,80", "--seeds", 2]
-LOAD = ["-np", 2, "-d", 100, "-n", 8, "-r", 2]
+# Answers so long that the tiny model makes some of them at the same time, whatever else the machine does.
+LOAD = ["-np", 2, "-d", 100, "-n", 200, "-r", 2]
 MODELS = b'{"object": "list", "data": [{"id": "fake"}]}'
 EVENT = b'data: {"choices": [{"index": 0, "text": "word "}]}\n\n'
 
@@ -207,6 +208,16 @@ def test_a_wrong_key_is_refused_and_the_right_one_works(tiny):
         assert right.code == 0 and rows[0]["errors"] == 0, right.stderr
 
 
+def test_what_the_environment_says_to_other_commands_is_passed_over(tiny, server):
+    for_serve = {"DUALDECODER_FAR": "host", "DUALDECODER_API_KEY": "of serve", "DUALDECODER_BUDGET": "64"}
+    measured, rows = load(tiny, address(server), *LOAD, "--prefix", "unshared", env=for_serve)
+    assert measured.code == 0 and len(rows) == 1, measured.stderr
+    asked, _ = evaluate(tiny, *NEEDLE, "--url", address(server), env=for_serve)
+    assert asked.code == 0, asked.stderr
+    alone = dualdecoder("bench", "-m", tiny, "-t", 1, "-p", 0, "-n", 2, "-r", 1, env={"DUALDECODER_API_KEY": "of serve"})
+    assert alone.code == 0, alone.stderr
+
+
 def test_a_client_that_is_refused_is_counted_and_the_others_are_measured(tiny):
     with Server(tiny, "--far", "none", "-np", 1, "--queue", 1) as server:
         result, (row,) = load(tiny, address(server), "-np", 4, "-d", 100, "-n", 8, "-r", 1, "--prefix", "unshared")
@@ -320,7 +331,8 @@ os.execv({str(PROGRAM)!r}, [{str(PROGRAM)!r}, "serve", "-m", value("-m"), "-t", 
 
 def test_the_comparison_measures_both_with_their_memory_and_goes_on_where_it_ended(tiny, stand_in, tmp_path):
     directory = tmp_path / "measured"
-    arguments = [stand_in, "-m", tiny, "--clients", "1,2", "--prompts", 100, "--rounds", 2, "--answer-tokens", 8, "--prefix", "unshared"]
+    arguments = [stand_in, "-m", tiny, "--clients", "1,2", "--prompts", 100, "--rounds", 2, "--answer-tokens", 200, "--prefix",
+                 "unshared", "--others-max", 1]
     result = compare(directory, *arguments)
     assert result.returncode == 0, result.stderr
     rows = json.loads((directory / "load-2-100-unshared.json").read_text())
@@ -341,6 +353,18 @@ def test_the_comparison_measures_both_with_their_memory_and_goes_on_where_it_end
     assert page.returncode == 0 and "1 pictures" in page.stdout
     text = (directory / "report.html").read_text()
     assert "Servers, prompts of 100 tokens, unshared" in text and "Servers, as their clients see them" in text
+
+
+def test_a_round_beside_a_busy_process_is_not_kept(tiny, stand_in, tmp_path):
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        result = compare(tmp_path / "measured", stand_in, "-m", tiny, "--clients", 1, "--prompts", 100, "--rounds", 1, "--answer-tokens",
+                         200, "--prefix", "unshared", "--others-max", 0.01)
+    finally:
+        busy.kill()
+        busy.wait()
+    assert result.returncode == 1 and "other processes took" in result.stderr, result.stderr
+    assert list((tmp_path / "measured").glob("**/*.json")) == []
 
 
 def test_a_server_that_cannot_start_is_one_line(tiny, tmp_path):

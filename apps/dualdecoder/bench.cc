@@ -422,11 +422,11 @@ Status measure(const BenchOptions& options, BenchSetting& setting, std::vector<B
 Result<LoadOptions> load_options(const BenchOptions& options, const CLI::App& command) {
   if (!std::all_of(options.peers.begin(), options.peers.end(), is_server))
     return fail(ErrorCode::kInvalidArgument, "--peer: servers are measured beside servers alone");
-  if (Status status =
-          refuse_options_but(command,
-                             {"model", "peer", "prefix", "api-key", "served-model", "file", "decode", "depth",
-                              "np", "repeats", "output"},
-                             "it is for engines in this process; with --peer URL, start the server with it");
+  if (Status status = refuse_options(
+          command,
+          {"model", "peer", "prefix", "api-key", "served-model", "file", "decode", "depth", "np", "repeats",
+           "output"},
+          true, "it is for engines in this process; with --peer URL, start the server with it");
       !status)
     return std::unexpected(status.error());
   const auto said = [&](const char* name) { return command.get_option(name)->count() > 0; };
@@ -477,10 +477,10 @@ Status run_bench(BenchOptions options) {
 }
 
 Status check_no_server(const CLI::App& command, const BenchOptions& options) {
-  for (const char* name : {"--prefix", "--api-key", "--served-model"}) {
-    if (command.get_option(name)->count() > 0)
-      return fail(ErrorCode::kInvalidArgument, "{}: it goes with --peer URL", name);
-  }
+  if (Status status =
+          refuse_options(command, {"prefix", "api-key", "served-model"}, false, "it goes with --peer URL");
+      !status)
+    return status;
   if (options.peers.size() > 1)
     return fail(ErrorCode::kInvalidArgument, "--peer: one engine in this process, or a list of servers");
   return {};

@@ -2,8 +2,11 @@
 
 #include <atomic>
 #include <csignal>
+#include <cstdlib>
 #include <thread>
 #include <tuple>
+
+#include <fmt/ranges.h>
 
 #include "base/units.h"
 #include "log.h"
@@ -17,6 +20,11 @@ std::atomic<bool> interrupt_seen = false;
 void on_interrupt(int signal) {
   interrupt_seen = true;
   std::signal(signal, SIG_DFL);
+}
+
+bool from_environment(const CLI::Option& option) {
+  const char* value = std::getenv(option.get_envname().c_str());
+  return value != nullptr && fmt::format("{}", fmt::join(option.results(), ",")) == value;
 }
 
 }  // namespace
@@ -120,11 +128,13 @@ void add_server_options(CLI::App& command, ServerChoices& choices) {
       ->type_name("NAME");
 }
 
-Status refuse_options_but(const CLI::App& command, const std::set<std::string>& allowed, const char* why) {
+Status refuse_options(const CLI::App& command, const std::set<std::string>& names, bool all_but_these,
+                      const char* why) {
   for (const CLI::Option* option : command.get_options()) {
     if (option->count() == 0 || option->get_lnames().empty()) continue;
     const std::string& name = option->get_lnames().front();
-    if (!allowed.contains(name)) return fail(ErrorCode::kInvalidArgument, "--{}: {}", name, why);
+    if (names.contains(name) == all_but_these || from_environment(*option)) continue;
+    return fail(ErrorCode::kInvalidArgument, "--{}: {}", name, why);
   }
   return {};
 }

@@ -63,8 +63,10 @@ void add_model_options(CLI::App& command, ModelOptions& options);
 void add_tier_options(CLI::App& command, TierChoices& choices, bool one_engine = true);
 /// --api-key, --served-model
 void add_server_options(CLI::App& command, ServerChoices& choices);
-/// kInvalidArgument for the first option beside these that was given, with `why` behind its name.
-Status refuse_options_but(const CLI::App& command, const std::set<std::string>& allowed, const char* why);
+/// kInvalidArgument for the first of these options, or of all but these, that the command line has, with
+/// `why` behind its name. The environment speaks to every subcommand, so what it says is passed over.
+Status refuse_options(const CLI::App& command, const std::set<std::string>& names, bool all_but_these,
+                      const char* why);
 /// -c
 void add_context_option(CLI::App& command, ModelOptions& options);
 /// Makes every long flag of `command` settable as DUALDECODER_<NAME>, e.g. --top-k as DUALDECODER_TOP_K.

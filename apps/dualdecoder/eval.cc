@@ -22,20 +22,18 @@ Status check(const EvalOptions& options) {
 
 /// Nothing that a server would not follow is taken in silence.
 Status check_server(const EvalOptions& options, const CLI::App& command) {
-  if (options.server.url.empty()) {
-    if (options.server.api_key.empty() && options.server.model.empty()) return {};
-    return fail(ErrorCode::kInvalidArgument, "--api-key and --served-model go with --url");
-  }
+  if (options.server.url.empty())
+    return refuse_options(command, {"api-key", "served-model"}, false, "it goes with --url");
   if (options.reads_text()) {
     return fail(
         ErrorCode::kInvalidArgument,
         "--kl and --ppl need the distribution of every token, which the API does not give; --url works "
         "with --needle and --copy");
   }
-  return refuse_options_but(command,
-                            {"model", "url", "api-key", "served-model", "needle", "copy", "lengths", "depths",
-                             "seeds", "raw", "results", "file", "output"},
-                            "it is for answers in this process; with --url, start the server with it");
+  return refuse_options(command,
+                        {"model", "url", "api-key", "served-model", "needle", "copy", "lengths", "depths",
+                         "seeds", "raw", "results", "file", "output"},
+                        true, "it is for answers in this process; with --url, start the server with it");
 }
 
 Status measure(const EvalOptions& options, EvalReport& report) {

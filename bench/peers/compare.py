@@ -4,9 +4,10 @@
     .venv/bin/python bench/peers/compare.py build/peers/llama.cpp/build/bin/llama-server build/peers/measured
 
 A round of a load (clients, prompt length, prefix) is measured with both servers started anew, by `dualdecoder bench --peer`,
-and kept in DIR/rounds with each server's peak memory; what is there already is not measured again. Of the rounds, medians become
+and kept in DIR/rounds with each server's peak memory; what is there already is not measured again. A round beside which other
+processes took more than --others-max of the CPUs' time is not kept: threads that spin make it worthless. Of the rounds, medians become
 DIR/load-CLIENTS-PROMPT-PREFIX.json, which tools/report.py draws, and a table of all loads DIR/servers.md. Both have the same threads, model file and context for each
-client, KV in f16; llama.cpp's has flash attention and one slot for each client. Nothing else should run meanwhile.
+client, KV in f16; llama.cpp's has flash attention and one slot for each client.
 """
 
 import argparse
@@ -71,10 +72,21 @@ class Running:
                 self.process.kill()
                 self.process.wait()
 
+    def cpu_seconds(self):
+        fields = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def peak_bytes(self):
         """Most that it had in memory, pages of the model file among it."""
         status = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) * 1024
+
+
+def cpu_seconds():
+    """Of all processes since the start, and of idling CPUs."""
+    fields = [int(field) for field in pathlib.Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    idle = fields[3] + fields[4]
+    return (sum(fields) - idle) / os.sysconf("SC_CLK_TCK"), idle / os.sysconf("SC_CLK_TCK")
 
 
 def version_of(program):
@@ -94,7 +106,7 @@ def commands(options, clients, port, peer_port):
 
 
 def measure(options, clients, prompt, prefix, versions):
-    """The rows of one round, one for each server."""
+    """The rows of one round, one for each server, and the share of the CPUs' time that other processes took."""
     ports = free_port(), free_port()
     ours, peer = commands(options, clients, *ports)
     with tempfile.TemporaryDirectory(prefix="compare-") as logs, \
@@ -104,7 +116,13 @@ def measure(options, clients, prompt, prefix, versions):
         bench = [options.program, "bench", "-m", options.model, "--peer",
                  ",".join(f"{name}={server.url}" for name, server in servers.items()), "--np", clients, "-d", prompt, "-n",
                  options.answer_tokens, "-r", 1, "--prefix", prefix, "-o", "json"]
+        own = -first.cpu_seconds() - second.cpu_seconds()
+        client = -sum(os.times()[2:4])
+        busy, idle = cpu_seconds()
         result = subprocess.run([str(part) for part in bench], stdout=subprocess.PIPE)
+        busy_end, idle_end = cpu_seconds()
+        busy, idle = busy_end - busy, idle_end - idle
+        client += sum(os.times()[2:4])
         rows = json.loads(result.stdout or "[]")
         for row in rows:
             server = servers[row["server"]]
@@ -113,7 +131,10 @@ def measure(options, clients, prompt, prefix, versions):
             row["server_command"] = shlex.join(server.command)
             if server.process.poll() is None:
                 row["peak_bytes"] = server.peak_bytes()
-        return result.returncode, rows
+        if first.process.poll() is None and second.process.poll() is None:
+            own += first.cpu_seconds() + second.cpu_seconds()
+        others = max(0.0, busy - own - client) / (busy + idle)
+        return result.returncode, rows, others
 
 
 def name_of(clients, prompt, prefix):
@@ -195,6 +216,7 @@ def parse():
     parser.add_argument("--prefix", type=lambda text: text.split(","), default=["unshared", "shared"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pieces", type=int, default=sys.maxsize, help="end after so many rounds; the next call goes on")
+    parser.add_argument("--others-max", type=float, default=0.1, help="share of the CPUs' time that other processes may take")
     parser.add_argument("--answer-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--context", type=int, help=f"of each client; {CONTEXT} if not given")
@@ -224,11 +246,14 @@ def compare(options):
                 return
             pieces += 1
             print(f"compare: round {number} of {options.rounds}: {name}", file=sys.stderr)
-            code, rows = measure(options, *load, versions)
+            code, rows, others = measure(options, *load, versions)
             if code != 0:
                 if rows:
                     write(path.with_suffix(".partial"), json.dumps(rows, indent=2) + "\n")
                 raise Failure(f"{path.stem} failed" + (f"; what was measured is in {path.with_suffix('.partial')}" if rows else ""))
+            if others > options.others_max:
+                raise Failure(f"{path.stem}: other processes took {others:.0%} of the CPUs' time, so it is not kept; run it again on a "
+                              "quiet machine")
             write(path.with_suffix(".command"), wanted + "\n")
             write(path, json.dumps(rows, indent=2) + "\n")
             rounds = [json.loads(done.read_text()) for done in sorted(options.directory.glob(f"rounds/{name}-*.json"))
