@@ -265,6 +265,7 @@ def compare(options):
 
 
 def main():
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its servers end with it
     try:
         compare(parse())
     except Failure as failure:
