@@ -92,8 +92,7 @@ def make_requests():
             sampling["repetition_penalty"] = 1.2
         prompt = prefixes[i % 4] + f" {i // 4}"
         length = draw.choice([1, 4, 20, 60, 150])
-        requests.append({"prompt": prompt, "max_tokens": length, "ignore_eos": i % 2 == 0, "logprobs": 0 if i % 5 else None,
-                         "priority": draw.choice([-1, 0, 1]), **sampling})  # fmt: skip
+        requests.append({"prompt": prompt, "max_tokens": length, "ignore_eos": i % 2 == 0, "logprobs": 0 if i % 5 else None, **sampling})
     requests.append({**requests[5], "n": 3})
     requests.append({"prompt": ["a", prefixes[2]], "max_tokens": 10, "temperature": 0})
     return requests
@@ -211,6 +210,7 @@ def test_under_mixed_traffic_every_answer_is_that_of_the_request_alone_and_nothi
             time.sleep(SECONDS / 2)
         assert not traffic.failures, traffic.failures[:3]
         assert all(traffic.counts[kind] > 0 for kind in ("whole", "streamed", "left")), traffic.counts
+        assert server.gauge("num_preemptions_total") > 0
         server.wait_until_idle(seconds=5)
         assert server.gauge("far_kv_bytes_used") == server.gauge("prefix_cache_bytes")  # nothing but what is kept
         assert descriptors(server) == before[0]
