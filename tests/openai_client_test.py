@@ -59,10 +59,11 @@ def test_texts_are_completed_and_echoed(client):
     answer = client.completions.create(model="scripted", prompt="say <", temperature=0, echo=True, logprobs=2)
     [choice] = answer.choices
     assert answer.object == "text_completion" and choice.text == "say <ABC" and choice.finish_reason == "stop"
-    assert choice.logprobs.tokens == ["<s>", *"say <ABC"] and choice.logprobs.token_logprobs[0] is None
+    # With the token that ends the text, which has none.
+    assert choice.logprobs.tokens == ["<s>", *"say <ABC", "</s>"] and choice.logprobs.token_logprobs[0] is None
     assert all(logprob <= 0 for logprob in choice.logprobs.token_logprobs[1:])
-    assert choice.logprobs.text_offset == [0, *range(8)]
-    assert choice.logprobs.top_logprobs[-1]["C"] == max(choice.logprobs.top_logprobs[-1].values())
+    assert choice.logprobs.text_offset == [0, *range(8), 8]
+    assert choice.logprobs.top_logprobs[-2]["C"] == max(choice.logprobs.top_logprobs[-2].values())
     pieces = [chunk.choices[0].text for chunk in client.completions.create(model="scripted", prompt="<", temperature=0, stream=True)]
     assert "".join(pieces) == "ABC"
 
