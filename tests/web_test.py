@@ -143,6 +143,7 @@ def test_a_conversation_over_a_long_document(browser, base):
     browser.wait_for_text(".message:last-child .below", "s left", 60)
     shown = browser.text(".message:last-child .below")
     assert "Reading: " in shown and "of 5," in shown
+    browser.wait_for_text("#tokens", "about 5,")  # it counts before the server has told
     browser.screenshot("reading")
     answer = browser.wait_for_answer(120)
     assert "48213" in answer["text"], answer

@@ -239,6 +239,7 @@ export class ChatView {
     const abort = new AbortController();
     this.setBusy(abort);
     node.bar.replaceChildren();
+    this.noteInput();
     node.showProgress("Waiting for the server", 0, 0);
     await this.save();
     const writer = new Writer(node, this.messages, () => this.save());
@@ -287,9 +288,13 @@ export class ChatView {
 
   async showTokens() {
     if (!this.props) return;
-    const meta = this.conversation.messages.findLast((message) => message.meta)?.meta;
+    // What the last complete answer and its prompt came to, as the server told; and what has been written since.
+    const { messages } = this.conversation;
+    const last = messages.findLastIndex((message) => message.meta?.prompt);
+    const meta = messages[last]?.meta;
     const before = (meta?.prompt ?? 0) + (meta?.completion ?? 0);
-    const written = contentOf({ content: this.input.value, documents: this.documents.all });
+    const since = [...messages.slice(last + 1), { content: this.input.value, documents: this.documents.all }];
+    const written = since.map(contentOf).filter((text) => text !== "").join("\n");
     this.countAbort?.abort();
     this.countAbort = new AbortController();
     try {
