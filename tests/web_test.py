@@ -5,6 +5,7 @@ import contextlib
 import http.server
 import itertools
 import json
+import re
 import signal
 import threading
 import time
@@ -216,6 +217,17 @@ def test_samples_of_steps_say_what_happened_and_cost_little(server):
     # What it takes of the engine's thread, of the time between two samples.
     cost = sorted(sample["sampling_us"] for sample in rest)[len(rest) // 2]
     assert cost < 0.01 * 250_000, cost
+
+
+def test_samples_say_what_auto_chose_and_why():
+    options = ["--policy", "auto", "--budget", 64, "--recent-tokens", 32, "--sink-tokens", 32, "-c", 2048, "--no-measure"]
+    with Server(MODEL, *options) as server:
+        story = {"prompt": "Tell me a long story about the sea. " * 20, "max_tokens": 1000, "ignore_eos": True, "seed": 1}
+        answer = server.stream("/v1/completions", story)
+        with contextlib.closing(answer), server.watch_steps() as samples:
+            next(answer)
+            chosen = next(sample["auto"] for sample in samples if "; " in sample["auto"])
+    assert re.fullmatch(r"(previous|dual|accept) \([\d.]+ ms a token; .*\)", chosen), chosen
 
 
 def test_the_live_view_shows_the_tiers_at_work(browser, base):
