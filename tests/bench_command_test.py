@@ -4,11 +4,10 @@ import csv
 import io
 import json
 import os
-import signal
 import subprocess
 import time
 
-from conftest import PROGRAM, dualdecoder
+from conftest import PROGRAM, dualdecoder, interrupted
 
 KEYS = {
     "engine", "test", "policy", "context", "sequences", "threads", "tokens_per_s", "ms_per_step", "near_kv_bytes", "commit",
@@ -46,15 +45,9 @@ def test_numbers_out_of_range_are_refused(tiny):
 
 
 def test_ctrl_c_while_the_sequences_are_filled_ends_it(tiny):
-    process = subprocess.Popen(
-        [str(PROGRAM), "bench", "-m", str(tiny), "-t", "1", "-d", "300000", "-np", "4", "--peer", "libllama"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-    time.sleep(1)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    filling = ["bench", "-m", tiny, "-t", 1, "-d", 300_000, "-np", 4, "--peer", "libllama"]
+    result = interrupted(*filling, when=lambda _: time.sleep(1))
+    assert result.code == 130, result.errors
 
 
 NARROW = ["-t", 1, "--block-size", 16, "--sink-tokens", 16, "--recent-tokens", 32, "-b", 64]
@@ -141,16 +134,10 @@ def test_a_far_tier_that_is_full_ends_it_with_one_error_and_the_rows_so_far(tiny
 
 
 def test_ctrl_c_in_the_middle_keeps_the_repetitions_so_far(tiny):
-    process = subprocess.Popen(
-        [str(PROGRAM), "bench", "-m", str(tiny), "-t", "1", "-p", "0", "-n", "200", "-r", "1000", "-o", "json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    time.sleep(1.5)
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    (row,) = json.loads(output)
+    decoding = ["bench", "-m", tiny, "-t", 1, "-p", 0, "-n", 200, "-r", 1000, "-o", "json"]
+    result = interrupted(*decoding, when=lambda _: time.sleep(1.5))
+    assert result.code == 130, result.errors
+    (row,) = json.loads(result.stdout)
     assert 0 < row["repeats"] < 1000
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import signal
 import subprocess
 
 import pytest
@@ -33,6 +34,17 @@ def dualdecoder(*arguments, env=None, stdin=None, timeout=120):
         env={**os.environ, **(env or {})},
     )
     return Result(completed)
+
+
+def interrupted(*arguments, when):
+    """The program gets SIGINT when `when(process)` has returned."""
+    process = subprocess.Popen(
+        [str(PROGRAM), *map(str, arguments)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    when(process)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    return Result(subprocess.CompletedProcess(process.args, process.returncode, output, errors))
 
 
 def make_tiny(path, *options):

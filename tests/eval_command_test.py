@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from conftest import PROGRAM, dualdecoder
+from conftest import PROGRAM, dualdecoder, interrupted
 
 NARROW = ["--block-size", 16, "--sink-tokens", 16, "--recent-tokens", 32, "-b", 64]
 ALL_TASKS = ["--needle", "single,multi-key,multi-value,tracking,words", "--copy"]
@@ -74,20 +74,18 @@ def test_an_evaluation_goes_on_where_its_results_end(tiny, tmp_path):
 
 def test_ctrl_c_keeps_what_is_there(tiny, tmp_path):
     results = tmp_path / "results.jsonl"
-    process = subprocess.Popen(
-        [str(PROGRAM), "eval", "-m", str(tiny), "-t", "1", "--needle", "single", "--lengths", "2000", "--seeds", "10000",
-         "--results", str(results), "-o", "json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    deadline = time.monotonic() + 60
-    while not (results.exists() and results.read_bytes().count(b"\n") >= 8) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+
+    def there_are_some(_):
+        deadline = time.monotonic() + 60
+        while not (results.exists() and results.read_bytes().count(b"\n") >= 8) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    result = interrupted(
+        "eval", "-m", tiny, "-t", 1, "--needle", "single", "--lengths", 2000, "--seeds", 10_000, "--results", results,
+        "-o", "json", when=there_are_some)  # fmt: skip
+    assert result.code == 130, result.errors
     lines = results.read_text().splitlines()
-    assert sum(row["cases"] for row in json.loads(output)) == len(lines) >= 8
+    assert sum(row["cases"] for row in json.loads(result.stdout)) == len(lines) >= 8
     for line in lines:
         assert json.loads(line).keys() == {"case", "result"}
 

@@ -15,8 +15,8 @@ using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 using testing::HasSubstr;
 
-constexpr std::array kEveryPolicy = {Policy::kFull,     Policy::kReactive,      Policy::kLastSet,
-                                     Policy::kPrevious, Policy::kPreviousLayer, Policy::kOracle};
+constexpr std::array kGuesslessPolicies = {Policy::kFull,     Policy::kReactive,      Policy::kLastSet,
+                                           Policy::kPrevious, Policy::kPreviousLayer, Policy::kOracle};
 
 enum class Far { kNone, kHost, kFile, kSimulated };
 
@@ -161,7 +161,7 @@ TEST_P(ForkOver, AroundBlockBoundariesParentAndChildAreAsEachAlone) {
          {0U, 1U, block - 1, block, block + 1, 4 * block - 1, 4 * block, 4 * block + 1, length}) {
       ++seed;
       EngineOptions options = options_of(2, block);
-      options.tiers.policy = kEveryPolicy[seed % kEveryPolicy.size()];
+      options.tiers.policy = kGuesslessPolicies[seed % kGuesslessPolicies.size()];
       options.tiers.dense_layers = static_cast<std::uint32_t>(seed % 2);
       SCOPED_TRACE(fmt::format("{} of {} tokens, blocks of {}, {}", kept, length, block,
                                policy_name(options.tiers.policy)));
@@ -181,7 +181,7 @@ TEST_P(ForkOver, AroundBlockBoundariesParentAndChildAreAsEachAlone) {
 
 // A small selection depends on what was ranked before: the child of all tokens goes on from the parent's.
 TEST_F(Fork, OfAllTokensGivesTheParentsOwnBitsWithASmallBudget) {
-  for (const Policy policy : kEveryPolicy) {
+  for (const Policy policy : kGuesslessPolicies) {
     SCOPED_TRACE(policy_name(policy));
     EngineOptions options = small_options(2);
     options.tiers.policy = policy;
@@ -194,7 +194,7 @@ TEST_F(Fork, OfAllTokensGivesTheParentsOwnBitsWithASmallBudget) {
 
 // The copy is cut back where a prompt would have to be computed again.
 TEST_F(Fork, OfFewerTokensGivesTheBitsOfASequenceCutBackWithASmallBudget) {
-  for (const Policy policy : kEveryPolicy) {
+  for (const Policy policy : kGuesslessPolicies) {
     SCOPED_TRACE(policy_name(policy));
     EngineOptions options = small_options(2);
     options.tiers.policy = policy;
@@ -230,7 +230,7 @@ TEST_F(Fork, ThatIsCutInsideASharedPageLeavesTheOtherAsItWas) {
     SCOPED_TRACE(fmt::format("seed {}", seed));
     std::mt19937_64 random(seed);
     EngineOptions options = options_of(2, 16U << seed % 3);
-    options.tiers.policy = kEveryPolicy[random() % kEveryPolicy.size()];
+    options.tiers.policy = kGuesslessPolicies[random() % kGuesslessPolicies.size()];
     options.tiers.dense_layers = static_cast<std::uint32_t>(random() % 2);
     const auto engine = engine_over(seed % 4 == 0 ? Far::kFile : Far::kSimulated, options, seed);
     Twin parent = begin(*engine, 200, seed);

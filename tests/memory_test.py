@@ -5,7 +5,6 @@ import pathlib
 import subprocess
 import time
 
-import pytest
 
 from conftest import PROGRAM, ROOT, dualdecoder
 

@@ -15,10 +15,6 @@ using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 using testing::HasSubstr;
 
-constexpr std::array kEveryPolicy = {Policy::kFull,     Policy::kReactive,      Policy::kLastSet,
-                                     Policy::kPrevious, Policy::kPreviousLayer, Policy::kDual,
-                                     Policy::kOracle};
-
 class Park : public TieredEngines, public testing::WithParamInterface<const char*> {
  protected:
   void SetUp() override {

@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from conftest import PROGRAM, ROOT, dualdecoder, make_tiny
+from conftest import PROGRAM, ROOT, dualdecoder, interrupted, make_tiny
 from serving import Server
 
 NEEDLE = ["--needle", "single,words", "--lengths", 500, "--depths", "20,80", "--seeds", 2]
@@ -244,27 +244,25 @@ def test_a_server_that_dies_ends_it_with_one_error_and_the_rows_so_far(tiny):
 
 
 def test_ctrl_c_in_the_middle_keeps_the_rounds_so_far(tiny, server):
-    process = subprocess.Popen(
-        [str(PROGRAM), "bench", "-m", str(tiny), "--peer", address(server), "-np", "2", "-d", "100", "-n", "8", "-r", "1000",
-         "-o", "json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    time.sleep(2)
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    (row,) = json.loads(output)
+    load = ["bench", "-m", tiny, "--peer", address(server), "-np", 2, "-d", 100, "-n", 8, "-r", 1000, "-o", "json"]
+    result = interrupted(*load, when=lambda _: time.sleep(2))
+    assert result.code == 130, result.errors
+    (row,) = json.loads(result.stdout)
     assert 0 < row["rounds"] < 1000
 
 
 def test_ctrl_c_while_a_server_is_silent_ends_it_at_once(tiny):
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        process = subprocess.Popen(
-            [str(PROGRAM), "eval", "-m", str(tiny), *map(str, NEEDLE), "--url", f"http://127.0.0.1:{listener.getsockname()[1]}"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        listener.accept()
-        process.send_signal(signal.SIGINT)
-        begin = time.monotonic()
-        process.communicate(timeout=60)
-        assert process.returncode == 130 and time.monotonic() - begin < 5
+        asked = []
+
+        def it_asks(_):
+            connection, _ = listener.accept()
+            asked.append((connection, time.monotonic()))
+
+        result = interrupted("eval", "-m", tiny, *NEEDLE, "--url", f"http://127.0.0.1:{listener.getsockname()[1]}", when=it_asks)
+        [(connection, since)] = asked
+        assert result.code == 130 and time.monotonic() - since < 5
+        connection.close()
 
 
 def test_a_disk_that_fills_keeps_the_answers_so_far(tiny, server, tmp_path):

@@ -1,14 +1,12 @@
 """`dualdecoder run` as a user meets it: a process, its two streams, its files and its exit codes. On a tiny random model
 whose vocabulary is the 256 bytes, so that any output can be forced by --logit-bias (token of byte b: 4 + b)."""
 
-import signal
 import subprocess
-import time
 
 import numpy
 import pytest
 
-from conftest import PROGRAM, dualdecoder, make_tiny
+from conftest import PROGRAM, dualdecoder, interrupted, make_tiny
 
 FIRST_BYTE = 4
 VOCABULARY = 261
@@ -214,16 +212,13 @@ def test_every_flag_is_an_environment_variable_too_and_the_command_line_wins(run
 
 def test_ctrl_c_ends_the_answer_and_still_closes_with_the_figures(tmp_path):
     model = make_tiny(tmp_path / "deep.gguf", "--layers", "64", "--context", "100000")
-    process = subprocess.Popen(
-        [str(PROGRAM), "run", "-m", str(model), "-t", "1", "-p", "x", "--ignore-eos", *force(ord("x"))],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdout.read(10) == b"xxxxxxxxxx"
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert b"(abort)" in errors and b"near KV" in errors
+
+    def it_answers(process):
+        assert process.stdout.read(10) == b"xxxxxxxxxx"
+
+    result = interrupted("run", "-m", model, "-t", 1, "-p", "x", "--ignore-eos", *force(ord("x")), when=it_answers)
+    assert result.code == 130
+    assert "(abort)" in result.stderr and "near KV" in result.stderr
 
 
 def test_a_report_that_exists_is_not_lost_when_nothing_comes_in_its_place(tmp_path):

@@ -17,9 +17,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr std::array kEveryPolicy = {Policy::kFull,     Policy::kReactive, Policy::kLastSet,
-                                     Policy::kPrevious, Policy::kDual,     Policy::kPreviousLayer,
-                                     Policy::kOracle};
 constexpr std::uint64_t kStepsByDefault = 10'000;
 
 std::uint64_t soak_steps() {

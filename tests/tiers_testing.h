@@ -2,6 +2,7 @@
 // is alone and nothing fails.
 #pragma once
 
+#include <array>
 #include <cstring>
 #include <memory>
 #include <random>
@@ -19,6 +20,9 @@
 
 namespace dualdecoder {
 
+inline constexpr std::array kEveryPolicy = {Policy::kFull,     Policy::kReactive, Policy::kLastSet,
+                                            Policy::kPrevious, Policy::kDual,     Policy::kPreviousLayer,
+                                            Policy::kOracle};
 inline constexpr std::uint32_t kTierContext = 640;
 inline constexpr std::uint32_t kTierChunk = 32;
 

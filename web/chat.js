@@ -194,7 +194,6 @@ export class ChatView {
     if (content === "" && this.documents.all.length === 0) return;
     const documents = this.documents.take();
     this.input.value = "";
-    this.noteInput();
     const message = { role: "user", content };
     if (documents.length > 0) message.documents = documents;
     if (this.conversation.title === "") this.conversation.title = (content || documents[0].name).slice(0, 60);

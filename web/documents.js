@@ -1,5 +1,8 @@
 // The documents that go with the next message: added as files, dropped, or as a long paste.
 
+import { count } from "./api.js";
+import { button } from "./message.js";
+
 const kPasteMin = 4000; // characters from which a paste is a document
 const kBytesMax = 16 << 20;
 
@@ -55,17 +58,12 @@ export class Documents {
     this.list.replaceChildren(
       ...this.all.map((document_, i) => {
         const item = document.createElement("li");
-        item.append(`${document_.name} · ${document_.text.length.toLocaleString("en-US")} characters `);
-        const remove = document.createElement("button");
-        remove.type = "button";
-        remove.className = "plain";
-        remove.textContent = "×";
-        remove.setAttribute("aria-label", `Remove ${document_.name}`);
-        remove.onclick = () => {
+        const remove = button("×", () => {
           this.all.splice(i, 1);
           this.render();
-        };
-        item.append(remove);
+        }, `Remove ${document_.name}`);
+        remove.className = "plain";
+        item.append(`${document_.name} · ${count(document_.text.length)} characters `, remove);
         return item;
       }),
     );

@@ -590,7 +590,7 @@ void add_bench_command(CLI::App& app, int& exit_code) {
       ->check(CLI::IsMember({"unshared", "shared"}))
       ->group("Servers")
       ->type_name("NAME,...");
-  add_server_options(*command, options->server);
+  add_server_choices(*command, options->server);
   command
       ->add_option("--quality", options->quality,
                    "Positions behind the depth at which decoding is compared with full attention; 0: none")

@@ -198,10 +198,7 @@ std::string markdown_of(const std::vector<BenchRow>& rows, const BenchSetting& s
 double BenchRow::total_seconds() const { return std::accumulate(seconds.begin(), seconds.end(), 0.0); }
 double BenchRow::tokens_per_s() const { return steps * tokens_per_step / median(seconds); }
 double BenchRow::ms_per_step() const { return median(seconds) / steps * 1e3; }
-double BenchRow::spread() const {
-  const auto [low, high] = std::minmax_element(seconds.begin(), seconds.end());
-  return (*high - *low) / 2.0 / median(seconds);
-}
+double BenchRow::spread() const { return dualdecoder::spread(seconds); }
 double BenchRow::memory_bytes_per_s() const {
   if (weight_bytes == 0) return 0.0;
   return (static_cast<double>(weight_bytes) * total_steps() + tiers.kv_bytes) / total_seconds();

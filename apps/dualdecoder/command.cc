@@ -116,7 +116,7 @@ void add_tier_options(CLI::App& command, TierChoices& choices, bool one_engine) 
       ->check(CLI::IsMember({"f16", "int8"}));
 }
 
-void add_server_options(CLI::App& command, ServerChoices& choices) {
+void add_server_choices(CLI::App& command, ServerChoices& choices) {
   const std::string group = "Servers";
   command.add_option("--api-key", choices.api_key, "Key that the server wants")
       ->group(group)
@@ -161,6 +161,12 @@ void add_environment_names(CLI::App& command) {
 int report(const Error& error) {
   log(LogLevel::kError, error.message);
   return error.code == ErrorCode::kInvalidArgument ? kExitUsage : kExitFailure;
+}
+
+Result<std::unique_ptr<Vocabulary>> load_vocabulary(const std::string& path) {
+  const auto file = GgufFile::open(path);
+  if (!file) return std::unexpected(file.error());
+  return Vocabulary::load(**file);
 }
 
 Result<std::unique_ptr<Model>> load_model(const ModelOptions& options) {

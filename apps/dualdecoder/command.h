@@ -62,7 +62,7 @@ void add_model_options(CLI::App& command, ModelOptions& options);
 /// --far, --near-memory, --policy and the like; --far and --policy only if `one_engine`.
 void add_tier_options(CLI::App& command, TierChoices& choices, bool one_engine = true);
 /// --api-key, --served-model
-void add_server_options(CLI::App& command, ServerChoices& choices);
+void add_server_choices(CLI::App& command, ServerChoices& choices);
 /// kInvalidArgument for the first of these options, or of all but these, that the command line has, with
 /// `why` behind its name. The environment speaks to every subcommand, so what it says is passed over.
 Status refuse_options(const CLI::App& command, const std::set<std::string>& names, bool all_but_these,
@@ -84,6 +84,8 @@ void add_serve_command(CLI::App& app, int& exit_code);
 int report(const Error& error);
 
 Result<std::unique_ptr<Model>> load_model(const ModelOptions& options);
+/// The tokens of a model file, without its weights.
+Result<std::unique_ptr<Vocabulary>> load_vocabulary(const std::string& path);
 /// The engine options of these model options; a context beyond the model's training gives a warning on
 /// stderr.
 Result<EngineOptions> engine_options(const ModelOptions& options, const Model& model);

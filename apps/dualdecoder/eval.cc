@@ -118,7 +118,7 @@ void add_task_options(CLI::App& command, EvalOptions& options) {
                   "http://127.0.0.1:8080; of the model file the vocabulary alone is read")
       ->group("Servers")
       ->type_name("URL");
-  add_server_options(command, options.server);
+  add_server_choices(command, options.server);
 }
 
 }  // namespace

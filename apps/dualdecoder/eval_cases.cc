@@ -1,6 +1,7 @@
 #include "eval_cases.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <iterator>
 #include <map>
 #include <tuple>
@@ -124,6 +125,10 @@ std::vector<Case> all_cases(const EvalOptions& options) {
 std::string describe(const Case& one) {
   const std::string depth = has_depth(one.kind) ? fmt::format(" at {} %", one.depth) : "";
   return fmt::format("{} in {} tokens{}, seed {}", task_name(one.kind), one.length, depth, one.seed);
+}
+
+std::string model_file_name(const EvalOptions& options) {
+  return std::filesystem::path(options.model.model).filename();
 }
 
 Json case_json(Json settings, const Case& one, const Way& way) {

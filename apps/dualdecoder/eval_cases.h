@@ -30,6 +30,8 @@ struct Case {
 /// Those that share most of their document one after the other, the deepest first.
 std::vector<Case> all_cases(const EvalOptions& options);
 std::string describe(const Case& one);
+/// Without its directory: results stay valid where the file is moved.
+std::string model_file_name(const EvalOptions& options);
 /// Adds what makes it this case to the settings that all have in common.
 nlohmann::ordered_json case_json(nlohmann::ordered_json settings, const Case& one, const Way& way);
 

@@ -8,7 +8,6 @@
 #include "commit.h"
 #include "eval.h"
 #include "eval_cases.h"
-#include "model/gguf_file.h"
 #include "peer/openai_client.h"
 #include "progress.h"
 
@@ -21,13 +20,9 @@ class ServerEval {
  public:
   ServerEval(const EvalOptions& options, OpenAiServer server, PromptMaker prompts, CaseLog& log)
       : options_(options), server_(std::move(server)), prompts_(std::move(prompts)), log_(log) {
-    const std::string& path = options.model.model;
-    settings_ = {{"server", server_.url.text()},
-                 {"served_model", server_.model},
-                 {"model", path.substr(path.rfind('/') + 1)},
-                 {"commit", DUALDECODER_COMMIT},
-                 {"chat", prompts_.chat()},
-                 {"text", options.file}};
+    settings_ = {{"server", server_.url.text()},      {"served_model", server_.model},
+                 {"model", model_file_name(options)}, {"commit", DUALDECODER_COMMIT},
+                 {"chat", prompts_.chat()},           {"text", options.file}};
   }
 
   Status run() {
@@ -108,9 +103,7 @@ class ServerEval {
 }  // namespace
 
 Status eval_server(const EvalOptions& options, EvalReport& report) {
-  const auto file = GgufFile::open(options.model.model);
-  if (!file) return std::unexpected(file.error());
-  const auto vocabulary = Vocabulary::load(**file);
+  const auto vocabulary = load_vocabulary(options.model.model);
   if (!vocabulary) return std::unexpected(vocabulary.error());
   auto prompts = PromptMaker::create(options, **vocabulary);
   if (!prompts) return std::unexpected(prompts.error());

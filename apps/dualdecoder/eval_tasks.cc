@@ -112,8 +112,7 @@ class TaskEval {
 
   /// What a result depends on beside the case.
   Json settings_json(const EngineOptions& engine) const {
-    const std::string& path = options_.model.model;
-    return {{"model", path.substr(path.rfind('/') + 1)},
+    return {{"model", model_file_name(options_)},
             {"weights", fmt::format("{:016x}", model_.weights_hash())},
             {"commit", DUALDECODER_COMMIT},
             {"chat", chat()},

@@ -4,8 +4,6 @@
 
 #include "base/file.h"
 #include "base/statistics.h"
-#include "model/gguf_file.h"
-#include "model/vocabulary.h"
 #include "peer/openai_client.h"
 #include "progress.h"
 #include "tasks/made_up_text.h"
@@ -19,15 +17,14 @@ struct NamedServer {
 };
 
 bool go_on() { return !interrupted(); }
+bool take_all(std::size_t, const OpenAiAnswer&) { return true; }
 
 /// Texts of so many tokens, each number one of its own from its first words on.
 class PromptSource {
  public:
   static Result<PromptSource> create(const LoadOptions& options) {
     PromptSource source;
-    const auto file = GgufFile::open(options.model);
-    if (!file) return std::unexpected(file.error());
-    auto vocabulary = Vocabulary::load(**file);
+    auto vocabulary = load_vocabulary(options.model);
     if (!vocabulary) return std::unexpected(vocabulary.error());
     source.vocabulary_ = std::move(*vocabulary);
     if (options.file.empty()) return source;
@@ -99,8 +96,7 @@ class Load {
   Status warm_up() {
     for (const NamedServer& one : servers_) {
       const OpenAiRequest request{.text = source_.text(0, 64), .max_tokens = 8};
-      const auto take = [](std::size_t, const OpenAiAnswer&) { return true; };
-      const auto answers = ask_openai(one.server, std::span(&request, 1), take, go_on);
+      const auto answers = ask_openai(one.server, std::span(&request, 1), take_all, go_on);
       if (interrupted()) return {};
       if (answers.front().error) return std::unexpected(*answers.front().error);
     }
@@ -169,8 +165,7 @@ class Load {
     if (cell.shared()) {
       OpenAiRequest common = requests.front();
       common.max_tokens = 1;
-      const auto take = [](std::size_t, const OpenAiAnswer&) { return true; };
-      ask_openai(server, std::span(&common, 1), take, [&] { return show(0.0); });
+      ask_openai(server, std::span(&common, 1), take_all, [&] { return show(0.0); });
     }
     std::size_t texts = 0;
     const double texts_wanted = 2.0 * cell.clients * options_.answer_tokens;

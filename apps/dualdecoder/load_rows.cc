@@ -27,11 +27,6 @@ std::vector<double> rates(const LoadRow& row) {
   return known;
 }
 
-double spread(const std::vector<double>& values) {
-  const auto [low, high] = std::minmax_element(values.begin(), values.end());
-  return (*high - *low) / 2.0 / median(values);
-}
-
 void add_times(const char* name, const std::vector<double>& seconds, Json& json) {
   if (seconds.empty()) return;
   json[fmt::format("{}_ms_median", name)] = median(seconds) * 1e3;

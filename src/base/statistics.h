@@ -14,6 +14,12 @@ inline double median(std::vector<double> values) {
   return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2.0;
 }
 
+/// Half of the way from the least to the largest, as a share of the median. Not of an empty list.
+inline double spread(const std::vector<double>& values) {
+  const auto [low, high] = std::minmax_element(values.begin(), values.end());
+  return (*high - *low) / 2.0 / median(values);
+}
+
 struct Interval {
   double low = 0.0;
   double high = 0.0;

@@ -34,8 +34,8 @@ class Planner {
       count_bytes();
       return plan_;
     }
-    if (Status status = plan_far(); !status) return std::unexpected(status.error());
     plan_layers();
+    if (Status status = plan_far(); !status) return std::unexpected(status.error());
     if (Status status = plan_near_slots(); !status) return std::unexpected(status.error());
     count_bytes();
     return plan_;
@@ -68,12 +68,14 @@ class Planner {
   // What the database of kept prefixes takes on disk for a page of the file, beside which it lies.
   std::uint64_t index_bytes_per_page() const {
     if (!tiers_.keep_prefixes || tiers_.far.kind != FarKind::kFile) return 0;
-    const std::uint64_t digests =
-        tiers_.policy == Policy::kFull
-            ? 0
-            : Digests::record_bytes(plan_.geometry, tiers_.digests, plan_.geometry.layers);
-    return digests + 4 * options_.block_tokens + 8 * plan_.geometry.layers + kIndexRowBytes;
+    return digest_record_bytes() + 4 * options_.block_tokens + 8 * plan_.geometry.layers + kIndexRowBytes;
   }
+
+  // Of a page that is kept.
+  std::uint64_t digest_record_bytes() const {
+    return has_digests() ? Digests::record_bytes(plan_.geometry, tiers_.digests, selecting_) : 0;
+  }
+  bool has_digests() const { return selecting_ > 0 && tiers_.policy != Policy::kFull; }
 
   // A window of n tokens can touch n / block + 1 blocks, and one more is being filled.
   std::uint32_t window_blocks(std::uint32_t tokens) const { return tokens / options_.block_tokens + 2; }
@@ -91,6 +93,7 @@ class Planner {
                  .slots = std::min(context_blocks_, window_blocks(model_.window[i]) + chunk_blocks_)};
       }
       plan_.layers.push_back(layer);
+      selecting_ += layer.kind == LayerKind::kSelecting ? 1 : 0;
     }
     // A half holds whole splits, at which attention over streamed blocks may be cut.
     const std::uint32_t split_blocks = kSplitKeys / options_.block_tokens;
@@ -104,9 +107,6 @@ class Planner {
   Status plan_near_slots() {
     if (tiers_.ring_sets < 2)
       return fail(ErrorCode::kInvalidArgument, "a ring of {} sets: at least 2 are needed", tiers_.ring_sets);
-    selecting_ = static_cast<std::uint32_t>(
-        std::count_if(plan_.layers.begin(), plan_.layers.end(),
-                      [](const LayerPlan& layer) { return layer.kind == LayerKind::kSelecting; }));
     most_ = context_blocks_ - plan_.window_slots;
     least_ = std::min(chunk_blocks_, most_);
     const std::uint32_t wanted =
@@ -186,14 +186,12 @@ class Planner {
     plan_.far_bytes = std::uint64_t{plan_.far_pages} * plan_.geometry.page_bytes();
     const std::uint64_t table_entries = sequences * context_blocks_ * model_.layers;
     plan_.table_bytes = table_entries * kTableBytesPerBlock;
-    if (selecting_ > 0 && tiers_.policy != Policy::kFull) {
+    if (has_digests()) {
       const std::uint64_t parked = options_.parked_sequences;
       plan_.digest_bytes =
           (sequences + parked) * Digests::bytes_for(plan_.geometry, tiers_.digests, context_blocks_);
-      if (tiers_.keep_prefixes && tiers_.far.kind != FarKind::kFile) {
-        plan_.kept_digest_bytes =
-            plan_.far_pages * Digests::record_bytes(plan_.geometry, tiers_.digests, selecting_);
-      }
+      if (tiers_.keep_prefixes && tiers_.far.kind != FarKind::kFile)
+        plan_.kept_digest_bytes = plan_.far_pages * digest_record_bytes();
     }
   }
 

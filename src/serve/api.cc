@@ -237,7 +237,7 @@ std::expected<const Api::Impl::Route*, HttpReply> Api::Impl::find(const HttpRequ
                           .type = "permission_error",
                           .message = "pages of other origins may not ask; see --cors-origin"}));
   }
-  std::string allowed = page_file(request) == nullptr ? "" : "GET";
+  std::string allowed;
   for (const Route& route : routes()) {
     if (request.path != route.path) continue;
     if (request.method != route.method) {
@@ -253,6 +253,7 @@ std::expected<const Api::Impl::Route*, HttpReply> Api::Impl::find(const HttpRequ
     reply.headers.emplace_back("WWW-Authenticate", "Bearer");
     return std::unexpected(std::move(reply));
   }
+  if (allowed.empty() && page_file(request) != nullptr) allowed = "GET";
   if (allowed.empty()) {
     return std::unexpected(reply_of(ApiError{
         .status = 404, .type = "not_found_error", .message = "there is nothing at " + request.path}));

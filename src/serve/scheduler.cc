@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <tuple>
 
 #include "base/check.h"
@@ -67,7 +66,7 @@ Scheduler::JobPlace Scheduler::job_to_park(std::int32_t priority) {
            std::any_of(step_.begin(), step_.end(), [&](const Piece& piece) { return piece.job == id; });
   };
   const auto worth = [](const Job& job) {
-    return std::tuple(job.shape.priority, std::numeric_limits<std::uint64_t>::max() - job.admitted);
+    return std::tuple(job.shape.priority, -static_cast<std::int64_t>(job.admitted));
   };
   for (auto job = jobs_.begin(); job != jobs_.end(); ++job) {
     if (!job->second.running || job->second.shape.priority >= priority || in_step(job->first)) continue;
@@ -125,12 +124,16 @@ const Scheduler::Plan& Scheduler::plan() {
   if (layers_left_ == 0) {
     share_among_prompts(prompt_tokens_now(), options_.outputs_max);
     step_ = plan_.prompts;
-    step_tokens_ = 0;
-    for (const Piece& piece : step_) step_tokens_ += piece.tokens;
-    if (step_tokens_ > 0) layers_left_ = options_.layers;
+    if (!step_.empty()) layers_left_ = options_.layers;
   }
   plan_.prompt_layers = layers_now();
   return plan_;
+}
+
+std::uint32_t Scheduler::step_tokens() const {
+  std::uint32_t tokens = 0;
+  for (const Piece& piece : step_) tokens += piece.tokens;
+  return tokens;
 }
 
 // Beside a step of those who decode; 0 where it is not known. Measured with as many of them, or more, or else
@@ -152,7 +155,7 @@ std::uint32_t Scheduler::prompt_tokens_now() const {
 
 std::uint32_t Scheduler::layers_now() const {
   if (layers_left_ == 0 || plan_.decoding.empty()) return layers_left_;
-  const double layer_s = token_layer_s_ * step_tokens_;
+  const double layer_s = token_layer_s_ * step_tokens();
   const double fitting = layer_s > 0.0 ? allowed_s() / layer_s : 1.0;
   return static_cast<std::uint32_t>(std::clamp(fitting, 1.0, static_cast<double>(layers_left_)));
 }
@@ -213,7 +216,7 @@ void Scheduler::note_decoding(double seconds) {
 }
 
 void Scheduler::note_layers(double seconds) {
-  const double measured = seconds / (static_cast<double>(plan_.prompt_layers) * step_tokens_);
+  const double measured = seconds / (static_cast<double>(plan_.prompt_layers) * step_tokens());
   token_layer_s_ += (token_layer_s_ > 0.0 ? kNewestShare : 1.0) * (measured - token_layer_s_);
   layers_left_ -= plan_.prompt_layers;
 }

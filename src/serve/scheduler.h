@@ -33,8 +33,8 @@ namespace dualdecoder {
 using JobId = std::uint64_t;
 
 struct SchedulerOptions {
-  std::uint32_t running_max = 1;  // sequences of the engine
-  std::uint32_t parked_max = 0;
+  std::uint32_t running_max = 1;          // sequences of the engine
+  std::uint32_t parked_max = 0;           // 0: nobody gives a place up
   std::uint32_t layers = 1;               // of the model
   std::uint32_t outputs_max = 8;          // rows of a step over prompts that want logits
   std::uint32_t prompt_tokens_max = 512;  // of such a step
@@ -116,6 +116,7 @@ class Scheduler {
   void admit();
   void run(JobPlace job);
   void stop(JobPlace job);
+  std::uint32_t step_tokens() const;
   double allowed_s() const;
   std::uint32_t prompt_tokens_now() const;
   std::uint32_t layers_now() const;
@@ -134,7 +135,6 @@ class Scheduler {
   // Of the step over prompts that is under way.
   std::vector<Piece> step_;
   std::uint32_t layers_left_ = 0;
-  std::uint32_t step_tokens_ = 0;
 };
 
 }  // namespace dualdecoder
