@@ -5,7 +5,6 @@ import pathlib
 import subprocess
 import time
 
-
 from conftest import PROGRAM, ROOT, dualdecoder
 
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
