@@ -216,7 +216,7 @@ def test_a_seed_gives_the_same_tokens_alone_beside_others_and_after_a_restart(se
     with contextlib.ExitStack() as others:
         for i in range(3):
             others.enter_context(server.running_stream(f"other {i}", max_tokens=450, ignore_eos=True, seed=i))
-        assert server.gauge("num_requests_running") >= 1
+        server.wait_for("num_requests_running", 3, seconds=5.0)
         assert tokens(server, 42) == alone
     server.wait_until_idle()
     with Server(models["random"], "-c", 512, *MODEL_OPTIONS) as again:

@@ -115,8 +115,9 @@ def test_every_line_of_a_json_log_is_an_object_and_requests_have_their_figures(m
         server.post("/v1/completions", b'{"prompt": "' + SECRET.encode())
         server.post("/v1/chat/completions", {"messages": [{"role": SECRET, "content": SECRET}]})
         server.get(f"/health?{SECRET}")
-        server.get("/nothing")
-        first, again, streamed, wrong, cut, role, health, nothing = logged(server, 8)
+        found_nothing = server.get("/nothing")
+        server.post("/v1/completions", b" " * (64 << 20))
+        first, again, streamed, wrong, cut, role, health, nothing, large = logged(server, 9)
         assert first["method"] == "POST" and first["path"] == "/v1/completions" and first["status"] == 200
         assert first["prompt_tokens"] == 61 and first["completion_tokens"] == 10 and not first["stream"]
         assert again["cached_tokens"] == 48 and again["id"] != first["id"] and again["id"].startswith("cmpl-")
@@ -125,7 +126,8 @@ def test_every_line_of_a_json_log_is_an_object_and_requests_have_their_figures(m
         assert (wrong["status"], wrong["error"], wrong["level"]) == (400, "invalid_request_error", "warning")
         assert (cut["status"], cut["error"]) == (400, "invalid_json") and "prompt_tokens" not in cut
         assert role["status"] == 400 and health["path"] == "/health" and health["level"] == "info"
-        assert nothing["status"] == 404 and nothing["path"] == "/nothing"
+        assert nothing["status"] == 404 and nothing["path"] == "/nothing" and nothing["id"] == found_nothing.headers["X-Request-Id"]
+        assert (large["status"], large["path"], large["error"]) == (413, "-", "unreadable_request")
         assert server.stop() == 0
         for line in map(json.loads, server.log):
             assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"])
@@ -136,10 +138,12 @@ def test_every_line_of_a_json_log_is_an_object_and_requests_have_their_figures(m
 
 def test_a_client_that_leaves_is_logged_as_such(model):
     with Server(model, "-c", 8192, "--log-format", "json", "--near-slots", 1024) as server:
-        with server.running_stream("a", max_tokens=8000, ignore_eos=True):
-            pass
+        with server.running_stream("a", max_tokens=8000, ignore_eos=True) as client:
+            while b"data:" not in client.recv(4096):
+                pass
         [left] = logged(server, 1)
-        assert left["status"] == 499 and left["prompt_tokens"] == 2
+        assert left["status"] == 499 and left["prompt_tokens"] == 2 and 0 < left["completion_tokens"] < 8000
+        assert 0 < left["decode_seconds"] <= left["seconds"]
 
 
 def test_a_text_log_has_a_line_for_each_completion_unless_told_otherwise(model):

@@ -130,27 +130,39 @@ void allow_many_descriptors() {
   setrlimit(RLIMIT_NOFILE, &limit);
 }
 
-// What answers: the API, once the model is loaded.
+// What answers: the API, once the model is loaded. What the API does not see is logged here.
 class Front {
  public:
-  /// `web`: the page is there from the start, and says that the model is being loaded.
-  explicit Front(bool web) : web_(web) {}
+  /// `options.web`: the page is there from the start, and says that the model is being loaded.
+  explicit Front(const ApiOptions& options) : options_(options) {}
 
   boost::asio::awaitable<void> handle(const HttpRequest& request, HttpExchange& exchange) {
     if (Api* api = api_.load()) co_return co_await api->handle(request, exchange);
-    if (const WebFile* file = web_ && request.method == "GET" ? find_web_file(request.path) : nullptr) {
+    if (const WebFile* file =
+            options_.web && request.method == "GET" ? find_web_file(request.path) : nullptr) {
       HttpReply page = web_reply(*file, request);
       co_await exchange.reply(std::move(page));
       co_return;
     }
     HttpReply reply = Api::refusal(503, "the model is still being loaded");
     reply.headers.emplace_back("Retry-After", "1");
+    record({.method = request.method, .path = request.path, .status = reply.status, .error = "loading"});
     co_await exchange.reply(std::move(reply));
+  }
+  /// Of what could not be read as a request.
+  HttpReply refuse(unsigned status, const std::string& message) {
+    record({.method = "-", .path = "-", .status = status, .error = "unreadable_request"});
+    return Api::refusal(status, message);
   }
   void open(Api* api) { api_ = api; }
 
  private:
-  const bool web_;
+  void record(RequestRecord record) const {
+    record.id = "-";
+    if (options_.on_answered) options_.on_answered(record);
+  }
+
+  const ApiOptions& options_;
   std::atomic<Api*> api_ = nullptr;
 };
 
@@ -222,13 +234,13 @@ Status serve(ServeOptions options) {
   options.api.on_answered = request_log(options.log_requests);
   allow_many_descriptors();
 
-  Front front(options.api.web);
+  Front front(options.api);
   auto server = HttpServer::listen(
       options.http,
       [&front](const HttpRequest& request, HttpExchange& exchange) {
         return front.handle(request, exchange);
       },
-      &Api::refusal);
+      [&front](unsigned status, const std::string& message) { return front.refuse(status, message); });
   if (!server) return std::unexpected(server.error());
   Metrics metrics;
   std::unique_ptr<Model> model;

@@ -76,21 +76,20 @@ void note_error(const ApiError& error, RequestRecord& record) {
   if (error.status >= 500) record.detail = error.message;
 }
 
-// An exchange that remembers what was answered.
-class WatchedExchange final : public HttpExchange {
+// An exchange that keeps the record of what was answered, and tells the client what it is called there.
+class RecordedExchange final : public HttpExchange {
  public:
-  explicit WatchedExchange(HttpExchange& exchange) : exchange_(exchange) {}
-
-  unsigned status() const { return exchange_.gone() ? kStatusClientLeft : status_; }
-  bool streams() const { return streams_; }
+  RecordedExchange(HttpExchange& exchange, RequestRecord& record) : exchange_(exchange), record_(record) {}
 
   asio::awaitable<bool> reply(HttpReply reply) override {
-    status_ = reply.status;
+    record_.status = reply.status;
+    reply.headers.push_back(id_header());
     return exchange_.reply(std::move(reply));
   }
   asio::awaitable<bool> begin_stream(std::vector<std::pair<std::string, std::string>> headers) override {
-    status_ = 200;
-    streams_ = true;
+    record_.status = 200;
+    record_.stream = true;
+    headers.push_back(id_header());
     return exchange_.begin_stream(std::move(headers));
   }
   asio::awaitable<bool> send(std::string bytes) override { return exchange_.send(std::move(bytes)); }
@@ -99,9 +98,10 @@ class WatchedExchange final : public HttpExchange {
   bool gone() const override { return exchange_.gone(); }
 
  private:
+  std::pair<std::string, std::string> id_header() const { return {"X-Request-Id", record_.id}; }
+
   HttpExchange& exchange_;
-  unsigned status_ = 0;
-  bool streams_ = false;
+  RequestRecord& record_;
 };
 
 // A request on its way to an answer.
@@ -169,6 +169,7 @@ struct Api::Impl {
                                  RequestRecord& record);
   asio::awaitable<void> stream_steps(HttpExchange& exchange);
   asio::awaitable<void> follow(bool streams, Reply& reply, EventQueue& queue, HttpExchange& exchange);
+  static asio::awaitable<void> take_ends(Reply& reply, EventQueue& queue);
 };
 
 Api::Api(Service& service, const Model& model, Metrics& metrics, ApiOptions options)
@@ -292,12 +293,11 @@ asio::awaitable<void> Api::Impl::answer(const HttpRequest& request, HttpExchange
 
 asio::awaitable<void> Api::handle(const HttpRequest& request, HttpExchange& exchange) {
   const Stopwatch watch;
-  WatchedExchange watched(exchange);
   RequestRecord record{.id = random_id(), .method = request.method, .path = request.path};
-  co_await impl_->answer(request, watched, record);
+  RecordedExchange recorded(exchange, record);
+  co_await impl_->answer(request, recorded, record);
   if (!impl_->options.on_answered) co_return;
-  record.status = watched.status();
-  record.stream = watched.streams();
+  if (exchange.gone()) record.status = kStatusClientLeft;
   record.seconds = watch.seconds();
   impl_->options.on_answered(record);
 }
@@ -497,10 +497,23 @@ asio::awaitable<void> Api::Impl::complete(Endpoint endpoint, const HttpRequest& 
   Reply reply = reply_for(*work, record.id);
   record.id = reply.id();
   co_await follow(work->request.stream, reply, *queue, exchange);
+  if (!reply.ended()) {
+    for (const JobId job : *jobs) service.cancel(job);
+    co_await take_ends(reply, *queue);
+  }
   record.usage = reply.totals();
   if (reply.error()) note_error(*reply.error(), record);
-  if (reply.ended()) co_return;
-  for (const JobId job : *jobs) service.cancel(job);
+}
+
+// Of jobs that were cancelled: each ends within a step, and tells what it has done.
+asio::awaitable<void> Api::Impl::take_ends(Reply& reply, EventQueue& queue) {
+  while (!reply.ended()) {
+    queue.timer().expires_at(asio::steady_timer::time_point::max());
+    auto events = queue.take();
+    boost::system::error_code woken;
+    if (events.empty()) co_await queue.timer().async_wait(asio::redirect_error(asio::use_awaitable, woken));
+    for (auto& [choice, event] : events) reply.take(choice, std::move(event), nullptr);
+  }
 }
 
 // Until the client has gone, or the server shuts down.

@@ -20,7 +20,7 @@ struct RequestUsage {
 inline constexpr unsigned kStatusClientLeft = 499;  // as proxies log it; nobody was left to be told
 
 struct RequestRecord {
-  std::string id;  // of the answer, as the client has it
+  std::string id = {};  // of the answer, as the client has it; the header X-Request-Id
   std::string method = {};
   std::string path = {};
   unsigned status = 0;
