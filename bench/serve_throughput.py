@@ -12,13 +12,21 @@ import urllib.request
 
 from serve_latency import Streams
 
-SECONDS = 15
+WINDOWS, SECONDS = 3, 5
 
 
 def running(base):
     """Of each answer in the works, how many tokens it has."""
     with urllib.request.urlopen(base + "/slots") as response:
         return [slot["tokens"] for slot in json.load(response)["running"]]
+
+
+def counters(base):
+    """Tokens made, bytes read from the far tier, blocks attended to that nobody had asked for, and the time of all that."""
+    names = ["generation_tokens_total", 'far_bytes_total{operation="read"}', "blocks_missed_total"]
+    with urllib.request.urlopen(base + "/metrics") as response:
+        lines = dict(line.rsplit(" ", 1) for line in response.read().decode().splitlines() if not line.startswith("#"))
+    return [float(lines["dualdecoder:" + name]) for name in names] + [time.perf_counter()]
 
 
 def main():
@@ -29,17 +37,22 @@ def main():
     streams = Streams(base, clients, text, temperature=temperature)
     begin = time.perf_counter()
     streams.start()
-    before = []
-    while len(before) < clients or min(before) < 20:
+    tokens = []
+    while len(tokens) < clients or min(tokens) < 20:
         time.sleep(0.1)
-        before = running(base)
-    ready = time.perf_counter()
-    time.sleep(SECONDS)
-    tokens = sum(running(base)) - sum(before)
-    end = time.perf_counter()
+        tokens = running(base)
+    print(f"{clients} clients, prompts of {characters} characters, temperature {temperature:g}: all answered after "
+          f"{time.perf_counter() - begin:.1f} s")
+    for _ in range(WINDOWS):
+        tokens = running(base)
+        before = counters(base)
+        time.sleep(SECONDS)
+        made, read, missed, seconds = (b - a for a, b in zip(before, counters(base)))
+        steps = made / clients
+        ended = "" if len(running(base)) == clients else "; some have ended"
+        print(f"answers of {min(tokens)} to {max(tokens)} tokens: {made / seconds:.1f} tokens/s, {seconds / steps * 1e3:.1f} ms a step, "
+              f"{read / steps / 2**20:.2f} MiB read and {missed / steps:.1f} blocks missed a step{ended}")
     streams.ended = True
-    print(f"{clients} clients, prompts of {characters} characters, temperature {temperature:g}: all answered after {ready - begin:.1f} s; "
-          f"{tokens / (end - ready):.1f} tokens/s, {(end - ready) / tokens * clients * 1e3:.1f} ms a step")
 
 
 if __name__ == "__main__":

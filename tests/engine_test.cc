@@ -13,6 +13,7 @@
 #include "decode/generation.h"
 #include "model/log_capture.h"
 #include "temporary_directory.h"
+#include "test_device.h"
 #include "tiny_model.h"
 
 namespace dualdecoder {
@@ -56,7 +57,7 @@ class EngineTest : public testing::Test {
     quiet_library_logs();
     const std::string path = directory_.file("tiny.gguf");
     ASSERT_TRUE(write_tiny_model(path, options));
-    auto model = Model::load(path, [](std::size_t, std::size_t) {});
+    auto model = load_on_test_device(path);
     ASSERT_TRUE(model) << model.error().message;
     model_ = std::move(*model);
   }

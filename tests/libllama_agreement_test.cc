@@ -21,6 +21,7 @@
 #include "model/log_capture.h"
 #include "peer/libllama.h"
 #include "temporary_directory.h"
+#include "test_device.h"
 #include "tiny_model.h"
 
 namespace dualdecoder {
@@ -76,7 +77,7 @@ class Pair {
   static std::unique_ptr<Pair> load(const std::string& path, const EngineOptions& options) {
     quiet_library_logs();
     auto pair = std::make_unique<Pair>();
-    auto model = Model::load(path, [](std::size_t, std::size_t) {});
+    auto model = load_on_test_device(path);
     if (!model) return failure(model.error());
     pair->model = std::move(*model);
     auto engine = Engine::create(*pair->model, options);

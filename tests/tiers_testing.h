@@ -15,6 +15,7 @@
 #include "decode/engine.h"
 #include "model/log_capture.h"
 #include "temporary_directory.h"
+#include "test_device.h"
 #include "tiny_model.h"
 #include "transfer/simulated_port.h"
 
@@ -69,7 +70,7 @@ class TieredEngines : public testing::Test {
     const std::string path = directory_.file(name + ".gguf");
     const Status written = write_tiny_model(path, options);
     DD_CHECK(written, "{}", written.error().message);
-    auto model = Model::load(path, [](std::size_t, std::size_t) {});
+    auto model = load_on_test_device(path);
     DD_CHECK(model, "{}", model.error().message);
     return std::move(*model);
   }

@@ -37,22 +37,22 @@ measure() {
   printf 'bench: %s: %s s\n' "$name" "$((SECONDS - start))" >&2
 }
 
-readonly far="file:$out/kv" policies=previous,reactive,dual
+readonly far="file:$out/kv" policies=previous,reactive,dual budget=1024
 measure canonical bench -m "$model" -r 3 --far "$far" -o json
-measure context bench -m "$model" -p 0 -n 32 -d 1024,2048,4096 -r 3 --far "$far" --policy $policies -f $text --peer libllama -o json
-measure concurrency bench -m "$model" -p 0 -n 32 -d 2048 --np 2,4,8 -r 3 --far "$far" --policy $policies -f $text --peer libllama \
+measure context bench -m "$model" --budget $budget -p 0 -n 32 -d 1024,2048,4096 -r 3 --far "$far" --policy $policies -f $text --peer libllama -o json
+measure concurrency bench -m "$model" --budget $budget -p 0 -n 32 -d 2048 --np 2,4,8 -r 3 --far "$far" --policy $policies -f $text --peer libllama \
   -o json
-measure frontier-ring bench -m "$model" -p 0 -n 32 -d 8192 -r 2 --far "$far" --policy $policies -f $text --residency none -o json
+measure frontier-ring bench -m "$model" --budget $budget -p 0 -n 32 -d 8192 -r 2 --far "$far" --policy $policies -f $text --residency none -o json
 for slots in 1024 4096; do
-  measure frontier-$slots bench -m "$model" -p 0 -n 32 -d 8192 -r 2 --far "$far" --policy $policies -f $text --near-slots $slots -o json
+  measure frontier-$slots bench -m "$model" --budget $budget -p 0 -n 32 -d 8192 -r 2 --far "$far" --policy $policies -f $text --near-slots $slots -o json
 done
 measure divergence eval -m "$model" --kl --ppl -f $text -c 6000 -n 64 --policy $policies --budget 256,512,1024,2048,4096 -o json
-measure recall eval -m "$model" --kl -f $text -c 6000 -n 64 --policy last-set,previous,previous-layer,dual --budget 1024 \
+measure recall eval -m "$model" --kl -f $text -c 6000 -n 64 --policy last-set,previous,previous-layer,dual --budget $budget \
   --correct miss -o json
-measure needle eval -m "$model" --needle single --lengths 2048,4096 --seeds 2 --policy dual --budget 1024 \
+measure needle eval -m "$model" --needle single --lengths 2048,4096 --seeds 2 --policy dual --budget $budget \
   --results "$out/needle.jsonl" -o json
 if [[ ! -s $out/trace.json ]]; then
-  command="dualdecoder run -m $model -f demo/lighthouse-logbook.md -n 24 --temp 0 --raw -c 8192 --ignore-eos --policy dual --far $far"
+  command="dualdecoder run -m $model -f demo/lighthouse-logbook.md -n 24 --temp 0 --raw -c 8192 --ignore-eos --policy dual --budget $budget --far $far"
   # shellcheck disable=SC2086 # words on purpose
   "$program" ${command#dualdecoder } --trace "$out/trace.partial" >/dev/null
   mv "$out/trace.partial" "$out/trace.json"

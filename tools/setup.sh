@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 readonly log=build/setup.log
-readonly llama_flags="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"
+readonly llama_flags="-DGGML_NATIVE=ON -DGGML_RPC=ON -DLLAVA_BUILD=OFF"
 readonly llama_build=build/llama
 readonly built_here='^# Built here' # where requirements.txt goes from wheels to what is compiled
 mkdir -p build

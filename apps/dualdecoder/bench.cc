@@ -486,6 +486,9 @@ Status check_no_server(const CLI::App& command, const BenchOptions& options) {
   return {};
 }
 
+// An eighth of the canonical workload's context; at half of the default, what it costs shows beside it.
+constexpr std::uint32_t kCanonicalBudget = 1024;
+
 /// What was not said is that of the workload that everybody measures alike.
 void complete(BenchOptions& options, const CLI::App& command) {
   const auto said = [&](const char* name) { return command.get_option(name)->count() > 0; };
@@ -506,6 +509,7 @@ void complete(BenchOptions& options, const CLI::App& command) {
   options.peers = {"libllama"};
   if (!said("--far")) options.far = {"file"};
   if (!said("--policy")) options.policies = {"previous", "dual"};
+  if (!said("--budget")) options.tiers.budget = kCanonicalBudget;
   if (!said("--quality")) options.quality = 64;
 }
 

@@ -29,8 +29,22 @@ bool from_environment(const CLI::Option& option) {
 
 }  // namespace
 
+void add_rpc_option(CLI::App& command, std::vector<std::string>& servers) {
+  command.add_option("--rpc", servers, "ggml RPC servers, whose devices can be named too: RPC0 and so on")
+      ->delimiter(',')
+      ->type_name("HOST:PORT,...");
+}
+
 void add_model_options(CLI::App& command, ModelOptions& options) {
   command.add_option("-m,--model", options.model, "GGUF file of the model")->required()->type_name("FILE");
+  command
+      .add_option(
+          "--device", options.device,
+          "Where weights lie and layers are computed, one of `dualdecoder devices`; attention and KV stay "
+          "with the CPU")
+      ->capture_default_str()
+      ->type_name("NAME");
+  add_rpc_option(command, options.rpc_servers);
   command.add_option("-t,--threads", options.threads, "Threads; 0: one per core")
       ->capture_default_str()
       ->check(CLI::Range(0, 512))
@@ -169,13 +183,24 @@ Result<std::unique_ptr<Vocabulary>> load_vocabulary(const std::string& path) {
   return Vocabulary::load(**file);
 }
 
+Status add_rpc_servers(const std::vector<std::string>& servers) {
+  for (const std::string& server : servers) {
+    if (Status status = Device::add_rpc_server(server); !status) return status;
+  }
+  return {};
+}
+
 Result<std::unique_ptr<Model>> load_model(const ModelOptions& options) {
+  if (Status status = add_rpc_servers(options.rpc_servers); !status) return std::unexpected(status.error());
+  const auto device = Device::find(options.device);
+  if (!device) return std::unexpected(device.error());
   ProgressLine line("loading");
-  auto model = Model::load(options.model, [&](std::size_t done, std::size_t total) {
+  const auto show = [&](std::size_t done, std::size_t total) {
     if (log_format() == LogFormat::kJson) return;
     line.update(static_cast<double>(done) / static_cast<double>(total),
                 format_bytes(static_cast<double>(total)));
-  });
+  };
+  auto model = Model::load(options.model, show, *device);
   line.clear();
   if (model && !(*model)->hyperparameters().assumed.empty()) {
     log(LogLevel::kWarning, fmt::format("{}: keys are missing, assumed are {}", options.model,

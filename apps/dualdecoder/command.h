@@ -23,8 +23,10 @@ inline constexpr int kExitInterrupted = 130;  // as a shell reports SIGINT
 
 struct ModelOptions {
   std::string model;
-  std::string context = "0";  // tokens, with an optional unit; 0: the model's own
-  std::uint32_t threads = 0;  // 0: one per core
+  std::string device = "cpu";
+  std::vector<std::string> rpc_servers;  // whose devices can be named, too
+  std::string context = "0";             // tokens, with an optional unit; 0: the model's own
+  std::uint32_t threads = 0;             // 0: one per core
   std::uint32_t batch = 512;
   std::uint32_t block_tokens = 32;
   bool batch_invariant = false;
@@ -59,6 +61,8 @@ struct ServerChoices {
 
 /// -m, -t, -b and the like.
 void add_model_options(CLI::App& command, ModelOptions& options);
+/// --rpc
+void add_rpc_option(CLI::App& command, std::vector<std::string>& servers);
 /// --far, --near-memory, --policy and the like; --far and --policy only if `one_engine`.
 void add_tier_options(CLI::App& command, TierChoices& choices, bool one_engine = true);
 /// --api-key, --served-model
@@ -78,11 +82,14 @@ void add_bench_command(CLI::App& app, int& exit_code);
 void add_eval_command(CLI::App& app, int& exit_code);
 void add_plan_command(CLI::App& app, int& exit_code);
 void add_serve_command(CLI::App& app, int& exit_code);
+void add_devices_command(CLI::App& app, int& exit_code);
 
 /// "dualdecoder: <message>" on stderr; returns the exit code that fits: 2 for input that can never work, 1
 /// otherwise.
 int report(const Error& error);
 
+/// Makes the devices of these servers known.
+Status add_rpc_servers(const std::vector<std::string>& servers);
 Result<std::unique_ptr<Model>> load_model(const ModelOptions& options);
 /// The tokens of a model file, without its weights.
 Result<std::unique_ptr<Vocabulary>> load_vocabulary(const std::string& path);

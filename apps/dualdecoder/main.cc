@@ -32,6 +32,7 @@ int run_main(int argc, char** argv) {
   add_bench_command(app, exit_code);
   add_eval_command(app, exit_code);
   add_plan_command(app, exit_code);
+  add_devices_command(app, exit_code);
   quiet_library_logs();
   try {
     app.parse(arguments(argc, argv));

@@ -71,29 +71,38 @@ std::uint64_t largest_context(const Hyperparameters& model, const EngineOptions&
   return std::min(pages, memory / host_per_block) / options.sequences * block;
 }
 
+struct ActivationBytes {
+  std::uint64_t host = 0;
+  std::uint64_t device = 0;  // other than the CPU
+};
+
 /// Those of an engine made for the same steps, with next to no KV.
-Result<std::uint64_t> activation_bytes(const Model& model, const EngineOptions& options) {
+Result<ActivationBytes> activation_bytes(const Model& model, const EngineOptions& options) {
   EngineOptions bare = options;
   bare.tiers = {};
   bare.context = std::max(1U, options.prefill_chunk);
   const auto engine = Engine::create(model, bare);
   if (!engine) return std::unexpected(engine.error());
-  return (*engine)->activation_bytes();
+  return ActivationBytes{(*engine)->activation_bytes(), (*engine)->device_activation_bytes()};
 }
 
 std::uint64_t draft_weights_bytes(const EngineOptions& options) {
   return options.draft.model == nullptr ? 0 : options.draft.model->weights().bytes();
 }
 
+std::uint64_t host_weights_bytes(const Model& model) {
+  return model.weights().bytes() - model.weights().device_bytes();
+}
+
 std::uint64_t resident_bytes(const Model& model, const EngineOptions& options, const MemoryPlan& plan,
                              std::uint64_t activation_bytes, std::uint64_t base_bytes) {
-  return plan.near_bytes() + model.weights().bytes() + draft_weights_bytes(options) + plan.draft_bytes +
+  return plan.near_bytes() + host_weights_bytes(model) + draft_weights_bytes(options) + plan.draft_bytes +
          activation_bytes + plan.digest_bytes + plan.table_bytes + base_bytes +
          (options.tiers.far.kind == FarKind::kHost ? plan.far_bytes : 0);
 }
 
 void print_text(const Model& model, const EngineOptions& options, const MemoryPlan& plan,
-                const std::optional<Estimate>& estimate, std::uint64_t activation_bytes,
+                const std::optional<Estimate>& estimate, const ActivationBytes& activations,
                 std::uint64_t base_bytes, std::uint64_t context_max) {
   fmt::print("{}, {} x {} tokens, blocks of {} ({})\n", model.path(), plan.sequences, plan.context,
              plan.geometry.block_tokens, text_of(std::uint64_t{plan.geometry.slot_bytes()}));
@@ -106,12 +115,18 @@ void print_text(const Model& model, const EngineOptions& options, const MemoryPl
   line("KV: selected", plan.near_selected_bytes, plan.tiered() ? selected_text(plan) : "");
   line("KV: staging", plan.near_staging_bytes, "");
   line("KV near in all", plan.near_bytes(), "");
-  line("weights", model.weights().bytes(), "");
+  line("weights", host_weights_bytes(model), "");
   if (options.draft.model != nullptr) {
     line("draft model: weights", draft_weights_bytes(options), options.draft.model->path());
     line("draft model: KV", plan.draft_bytes, "all");
   }
-  line("activations", activation_bytes, "");
+  line("activations", activations.host, "");
+  if (!model.device().is_cpu()) {
+    fmt::print("{}, {}\n", model.device().name(), model.device().description());
+    line("weights", model.weights().device_bytes(), "");
+    line("activations", activations.device, "");
+    line("in all", model.weights().device_bytes() + activations.device, "");
+  }
   fmt::print("host memory\n");
   line("digests", plan.digest_bytes, "");
   line("tables, checksums", plan.table_bytes, "");
@@ -119,7 +134,7 @@ void print_text(const Model& model, const EngineOptions& options, const MemoryPl
   fmt::print("far tier\n");
   line("KV", plan.far_bytes,
        fmt::format("{} pages of {}", plan.far_pages, text_of(std::uint64_t{plan.geometry.page_bytes()})));
-  line("resident in all", resident_bytes(model, options, plan, activation_bytes, base_bytes), "");
+  line("resident in all", resident_bytes(model, options, plan, activations.host, base_bytes), "");
   fmt::print("largest context that fits: {} tokens a sequence\n", context_max);
   if (!estimate) return;
   fmt::print("a decode step computes for {:.1f} ms and moves {}", estimate->compute_ms,
@@ -130,7 +145,7 @@ void print_text(const Model& model, const EngineOptions& options, const MemoryPl
 }
 
 nlohmann::ordered_json json_of(const Model& model, const EngineOptions& options, const MemoryPlan& plan,
-                               const std::optional<Estimate>& estimate, std::uint64_t activation_bytes,
+                               const std::optional<Estimate>& estimate, const ActivationBytes& activations,
                                std::uint64_t base_bytes, std::uint64_t context_max) {
   nlohmann::ordered_json json = {
       {"model", model.path()},
@@ -145,12 +160,15 @@ nlohmann::ordered_json json_of(const Model& model, const EngineOptions& options,
       {"weights_bytes", model.weights().bytes()},
       {"draft_weights_bytes", draft_weights_bytes(options)},
       {"draft_kv_bytes", plan.draft_bytes},
-      {"activation_bytes", activation_bytes},
+      {"activation_bytes", activations.host},
+      {"device", model.device().name()},
+      {"device_weights_bytes", model.weights().device_bytes()},
+      {"device_activation_bytes", activations.device},
       {"digest_bytes", plan.digest_bytes},
       {"table_bytes", plan.table_bytes},
       {"base_bytes", base_bytes},
       {"far_kv_bytes", plan.far_bytes},
-      {"resident_bytes", resident_bytes(model, options, plan, activation_bytes, base_bytes)},
+      {"resident_bytes", resident_bytes(model, options, plan, activations.host, base_bytes)},
       {"context_max", context_max},
       {"commit", DUALDECODER_COMMIT}};
   if (estimate) {

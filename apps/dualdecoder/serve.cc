@@ -22,12 +22,9 @@
 namespace dualdecoder {
 namespace {
 
-// At 1,024 a chat over a document of 5,000 tokens misreads a number that it finds at 2,048 (docs/quality.md).
-constexpr std::uint32_t kServedBudget = 2048;
-
 struct ServeOptions {
   ModelOptions model;
-  TierChoices tiers{.far = "host", .budget = kServedBudget};
+  TierChoices tiers{.far = "host"};
   std::uint32_t sequences = 4;
   HttpServerOptions http;
   ServiceOptions service;

@@ -123,6 +123,12 @@ std::size_t Engine::activation_bytes() const {
   return sum;
 }
 
+std::size_t Engine::device_activation_bytes() const {
+  std::size_t sum = 0;
+  for_each_track([&](const Track& track) { sum += track.forward->device_activation_bytes(); });
+  return sum;
+}
+
 Result<std::unique_ptr<Sequence>> Engine::fork(Sequence& sequence, std::uint32_t tokens) {
   if (tokens <= sequence.tokens()) return sequence.fork(tokens);
   return fail(ErrorCode::kInvalidArgument, "a sequence of {} tokens cannot be forked at {}",

@@ -107,9 +107,11 @@ class Engine {
   StepStats stats() const;
   const Coverage& coverage() const { return decoding_.step->predictor().coverage(); }
   std::span<const LayerRecall> recall() const { return decoding_.step->predictor().recall(); }
-  /// Everything beside weights, KV, digests and tables: activations and what attention works in. With the
-  /// draft's.
+  /// Everything in host memory beside weights, KV, digests and tables: activations and what attention works
+  /// in. With the draft's.
   std::size_t activation_bytes() const;
+  /// Activations in the memory of the model's device; 0 on the CPU.
+  std::size_t device_activation_bytes() const;
   std::array<std::uint64_t, kPasses> pass_ns() const;
 
  private:

@@ -1,11 +1,13 @@
 #include "decode/policy_chooser.h"
 
+#include <algorithm>
+
 #include <fmt/format.h>
 
 namespace dualdecoder {
 namespace {
 
-constexpr double kNewShare = 0.3;  // of a new measurement in a cost
+constexpr double kNewShare = 0.3;  // of a new measurement in the cost of the way in use
 constexpr std::array kWayNames = {"previous", "dual", "accept"};
 
 Way next(Way way) { return static_cast<Way>((static_cast<std::size_t>(way) + 1) % kWays); }
@@ -29,17 +31,19 @@ void PolicyChooser::note(double seconds, std::uint32_t tokens) {
   if (tokens_ > 0) {
     double& cost = costs_[static_cast<std::size_t>(way())];
     const double measured = seconds_ / tokens_;
-    cost = cost == 0.0 ? measured : (1.0 - kNewShare) * cost + kNewShare * measured;
+    cost =
+        trying_ ? measured : (1.0 - kNewShare) * cost + kNewShare * measured;  // a trial's is from long ago
     seconds_ = 0.0;
     tokens_ = 0;
   }
   if (trying_) {
     end_trial();
-  } else if (steps_ >= kStepsBetweenTrials) {
+  } else if (steps_ >= steps_between_) {
     trying_ = true;
     tried_ = next(tried_);
     if (tried_ == chosen_) tried_ = next(tried_);
     steps_ = 0;
+    steps_between_ = std::min(2 * steps_between_, kStepsBetweenTrialsMax);
   }
 }
 

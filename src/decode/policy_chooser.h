@@ -4,8 +4,9 @@
 //   dual       a guess beside each; nearer to full attention, so it may cost kDualWorth more for a token
 //   accept     a guess from n-grams, committed with the token behind it when it is right
 //
-// Each is tried in turn at the start, and those not in use again from time to time; a change needs to gain
-// more than kHysteresis. A pure function of what it is told. Owned by the generator.
+// Each is tried in turn at the start, and those not in use again from time to time: soon at first, when near
+// memory is still filling and nothing costs what it will, then ever more seldom. A change needs to gain more
+// than kHysteresis. A pure function of what it is told. Owned by the generator.
 #pragma once
 
 #include <array>
@@ -27,8 +28,9 @@ class PolicyChooser {
   static constexpr double kDualWorth = 0.10;
   static constexpr double kHysteresis = 0.05;
   static constexpr std::uint32_t kTrialSteps = 12;
-  static constexpr std::uint32_t kTrialStepsSkipped = 3;  // a chain is primed, slots are cold
-  static constexpr std::uint32_t kStepsBetweenTrials = 512;
+  static constexpr std::uint32_t kTrialStepsSkipped = 3;         // a chain is primed, slots are cold
+  static constexpr std::uint32_t kFirstStepsBetweenTrials = 32;  // doubled after each trial
+  static constexpr std::uint32_t kStepsBetweenTrialsMax = 512;
 
   /// For the next step.
   Way way() const { return trying_ ? tried_ : chosen_; }
@@ -50,7 +52,8 @@ class PolicyChooser {
   Way tried_ = Way::kPrevious;
   bool trying_ = true;
   std::uint32_t steps_ = 0;  // of this trial, or since the last one
-  double seconds_ = 0.0;     // of the steps that count, not yet in costs_
+  std::uint32_t steps_between_ = kFirstStepsBetweenTrials;
+  double seconds_ = 0.0;  // of the steps that count, not yet in costs_
   std::uint32_t tokens_ = 0;
 };
 

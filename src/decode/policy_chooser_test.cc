@@ -65,6 +65,17 @@ TEST(PolicyChooser, FollowsACostThatHasChangedAndSpendsLittleOnTrials) {
   EXPECT_EQ(chooser.chosen(), Way::kAccept);
 }
 
+TEST(PolicyChooser, SoonMeasuresAgainWhatWasTriedWhileNearMemoryWasFilling) {
+  PolicyChooser chooser;
+  Costs costs = {{Way::kPrevious, {19e-3}}, {Way::kDual, {14e-3}}, {Way::kAccept, {13e-3, 1.0}}};
+  play(chooser, costs, kFirstRound);
+  ASSERT_EQ(chooser.chosen(), Way::kDual);
+  costs[Way::kPrevious] = {10e-3};
+  play(chooser, costs, 150);
+  EXPECT_EQ(chooser.chosen(), Way::kPrevious);
+  EXPECT_NEAR(chooser.cost(Way::kPrevious), 10e-3, 1e-4);
+}
+
 TEST(PolicyChooser, StaysWhereTheGainIsWithinTheNoise) {
   PolicyChooser chooser;
   Costs costs = {{Way::kPrevious, {8e-3}}, {Way::kDual, {16e-3}}, {Way::kAccept, {9e-3, 1.0}}};

@@ -76,7 +76,7 @@ struct TierOptions {
   /// A token attends to every block that is near anyway, not to its selection alone. What is near depends on
   /// when transfers end, so the last bits may differ from run to run with a far tier slower than memory.
   bool attend_resident = false;
-  std::uint32_t budget_tokens = 1024;  // selected per layer, beside the window
+  std::uint32_t budget_tokens = 2048;  // selected per layer, beside the window
   std::uint32_t sink_tokens = 32;      // the first tokens, always near
   std::uint32_t recent_tokens = 256;   // the last tokens, always near
   /// How many selecting layers keep their selection near from step to step, the first ones; the others' goes

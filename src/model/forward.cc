@@ -24,9 +24,8 @@ ggml_tensor* storage_of(ggml_tensor* tensor) {
 
 }  // namespace
 
-// The fixed places in one host buffer. `x` twice: a layer reads one and writes the other.
+// The fixed places in one buffer. `x` twice: a layer reads one and writes the other.
 struct Forward::Places {
-  std::shared_ptr<ggml_threadpool> threadpool;  // outlives the graphs that run on it
   ggml_backend_buffer_ptr buffer;
   std::byte* x[2] = {};              // f32 [rows_max, embedding]
   std::byte* q = nullptr;            // f32 [rows_max, heads, head_dim]
@@ -39,6 +38,10 @@ struct Forward::Places {
   std::byte* output_rows = nullptr;  // i32 [outputs_max]
   std::byte* logits = nullptr;       // f32 [outputs_max, vocabulary]
 
+  /// Null when there is not enough memory.
+  static std::unique_ptr<Places> allocate(ggml_backend_buffer_type_t type, const Hyperparameters& shape,
+                                          const ForwardOptions& options);
+
   void put(ggml_tensor* tensor, std::byte* place) const {
     ggml_tensor* storage = storage_of(tensor);
     DD_CHECK(ggml_is_contiguous(storage) && storage->data == nullptr, "{}", storage->name);
@@ -46,6 +49,35 @@ struct Forward::Places {
     DD_CHECK(status == GGML_STATUS_SUCCESS);
   }
 };
+
+std::unique_ptr<Forward::Places> Forward::Places::allocate(ggml_backend_buffer_type_t type,
+                                                           const Hyperparameters& shape,
+                                                           const ForwardOptions& options) {
+  auto places = std::make_unique<Places>();
+  const std::size_t alignment = std::max(kAlignment, ggml_backend_buft_get_alignment(type));
+  const std::size_t rows = options.rows_max;
+  std::vector<std::pair<std::byte**, std::size_t>> offsets;
+  std::size_t bytes = 0;
+  const auto reserve = [&](std::byte*& place, std::size_t elements) {
+    offsets.emplace_back(&place, bytes);
+    bytes += (elements * 4 + alignment - 1) / alignment * alignment;
+  };
+  for (std::byte*& x : places->x) reserve(x, rows * shape.embedding);
+  reserve(places->q, rows * shape.query_width());
+  if (options.next_query) reserve(places->q_next, rows * shape.query_width());
+  reserve(places->k, rows * shape.kv_width());
+  reserve(places->v, rows * shape.kv_width());
+  reserve(places->attention, rows * shape.query_width());
+  reserve(places->tokens, rows);
+  reserve(places->positions, rows);
+  reserve(places->output_rows, options.outputs_max);
+  reserve(places->logits, std::size_t{options.outputs_max} * shape.vocabulary);
+  places->buffer.reset(ggml_backend_buft_alloc_buffer(type, bytes));
+  if (!places->buffer) return nullptr;
+  auto* base = static_cast<std::byte*>(ggml_backend_buffer_get_base(places->buffer.get()));
+  for (const auto& [place, offset] : offsets) *place = base + offset;
+  return places;
+}
 
 struct Forward::Graphs {
   std::uint32_t rows = 0;
@@ -56,6 +88,13 @@ struct Forward::Graphs {
   ggml_tensor* output_rows = nullptr;
   ggml_tensor* attention = nullptr;
   ggml_tensor* x[2] = {};
+  // With a device, what is copied to the host: leaves where the layers' results are.
+  ggml_tensor* q = nullptr;
+  ggml_tensor* q_next = nullptr;
+  ggml_tensor* k = nullptr;
+  ggml_tensor* v = nullptr;
+  ggml_tensor* logits_leaf = nullptr;
+  ggml_cgraph* embedding = nullptr;  // on the CPU; null where the first layer has it
   std::vector<ggml_cgraph*> layers;
   ggml_cgraph* logits = nullptr;  // null without outputs
 };
@@ -67,69 +106,50 @@ Result<std::unique_ptr<Forward>> Forward::create(const Model& model, const Forwa
   return forward;
 }
 
-Forward::Forward(const Model& model, const ForwardOptions& options)
-    : model_(model), options_(options), places_(std::make_unique<Places>()) {}
+Forward::Forward(const Model& model, const ForwardOptions& options) : model_(model), options_(options) {}
 
-Forward::~Forward() {
-  graphs_.clear();
-  temporaries_.reset();
-  backend_.reset();
-}
+Forward::~Forward() = default;
 
 Status Forward::allocate(const Forward* beside) {
   DD_CHECK(options_.threads > 0 && options_.rows_max > 0 && options_.outputs_max > 0);
   options_.outputs_max = std::min(options_.outputs_max, options_.rows_max);
-  backend_.reset(ggml_backend_cpu_init());
-  if (!backend_) return fail(ErrorCode::kInternal, "ggml has no CPU backend");
+  if (Status status = open_backends(beside); !status) return status;
+  const Device& device = model_.device();
+  ggml_backend_buffer_type_t host_type = ggml_backend_cpu_buffer_type();
+  ggml_backend_buffer_type_t type = device.is_cpu() ? host_type : device.buffer_type();
+  places_ = Places::allocate(type, model_.hyperparameters(), options_);
+  if (!device.is_cpu()) mirror_ = Places::allocate(host_type, model_.hyperparameters(), options_);
+  if (!places_ || (!device.is_cpu() && !mirror_)) {
+    return fail(ErrorCode::kOutOfMemory, "not enough memory for the activations of {} rows",
+                options_.rows_max);
+  }
+  temporaries_.reset(ggml_gallocr_new(type));
+  if (!device.is_cpu()) embedding_temporaries_.reset(ggml_gallocr_new(host_type));
+  graphs_for(options_.rows_max, options_.outputs_max);  // the largest step sizes the temporaries
+  make_parallel_graph();
+  if (beside == nullptr) pin_threads();
+  return {};
+}
+
+Status Forward::open_backends(const Forward* beside) {
+  cpu_.reset(ggml_backend_cpu_init());
+  if (!cpu_) return fail(ErrorCode::kInternal, "ggml has no CPU backend");
   const auto threads = static_cast<int>(options_.threads);
   if (beside != nullptr) {
-    places_->threadpool = beside->places_->threadpool;
+    threadpool_ = beside->threadpool_;
   } else {
     ggml_threadpool_params pool_params = ggml_threadpool_params_default(threads);
-    places_->threadpool.reset(ggml_threadpool_new(&pool_params), ggml_threadpool_free);
+    threadpool_.reset(ggml_threadpool_new(&pool_params), ggml_threadpool_free);
   }
-  ggml_backend_cpu_set_n_threads(backend_.get(), threads);
-  ggml_backend_cpu_set_threadpool(backend_.get(), places_->threadpool.get());
+  ggml_backend_cpu_set_n_threads(cpu_.get(), threads);
+  ggml_backend_cpu_set_threadpool(cpu_.get(), threadpool_.get());
+  if (model_.device().is_cpu()) return {};
+  device_.reset(ggml_backend_dev_init(model_.device().handle(), nullptr));
+  if (!device_) return fail(ErrorCode::kInternal, "{} cannot be opened", model_.device().name());
+  return {};
+}
 
-  const Hyperparameters& shape = model_.hyperparameters();
-  const std::size_t rows = options_.rows_max;
-  std::size_t bytes = 0;
-  const auto reserve = [&](std::size_t elements) {
-    const std::size_t offset = bytes;
-    bytes += (elements * 4 + kAlignment - 1) / kAlignment * kAlignment;
-    return offset;
-  };
-  const std::size_t x0 = reserve(rows * shape.embedding);
-  const std::size_t x1 = reserve(rows * shape.embedding);
-  const std::size_t q = reserve(rows * shape.query_width());
-  const std::size_t q_next = reserve(options_.next_query ? rows * shape.query_width() : 0);
-  const std::size_t k = reserve(rows * shape.kv_width());
-  const std::size_t v = reserve(rows * shape.kv_width());
-  const std::size_t attention = reserve(rows * shape.query_width());
-  const std::size_t tokens = reserve(rows);
-  const std::size_t positions = reserve(rows);
-  const std::size_t output_rows = reserve(options_.outputs_max);
-  const std::size_t logits = reserve(std::size_t{options_.outputs_max} * shape.vocabulary);
-
-  places_->buffer.reset(ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), bytes));
-  if (!places_->buffer)
-    return fail(ErrorCode::kOutOfMemory, "not enough memory for {} bytes of activations", bytes);
-  auto* base = static_cast<std::byte*>(ggml_backend_buffer_get_base(places_->buffer.get()));
-  places_->x[0] = base + x0;
-  places_->x[1] = base + x1;
-  places_->q = base + q;
-  places_->q_next = options_.next_query ? base + q_next : nullptr;
-  places_->k = base + k;
-  places_->v = base + v;
-  places_->attention = base + attention;
-  places_->tokens = base + tokens;
-  places_->positions = base + positions;
-  places_->output_rows = base + output_rows;
-  places_->logits = base + logits;
-
-  temporaries_.reset(ggml_gallocr_new(ggml_backend_cpu_buffer_type()));
-  graphs_for(options_.rows_max, options_.outputs_max);  // the largest step sizes the temporaries
-
+void Forward::make_parallel_graph() {
   parallel_context_.reset(
       ggml_init({.mem_size = ggml_tensor_overhead() * 2 + ggml_graph_overhead_custom(8, false) + 64,
                  .mem_buffer = nullptr,
@@ -141,8 +161,6 @@ Status Forward::allocate(const Forward* beside) {
                                      GGML_N_TASKS_MAX, this);
   parallel_graph_ = ggml_new_graph_custom(parallel_context_.get(), 8, false);
   ggml_build_forward_expand(parallel_graph_, node);
-  if (beside == nullptr) pin_threads();
-  return {};
 }
 
 // With a thread for every CPU, each gets one of its own. Left to itself the scheduler may wake a thread that
@@ -166,6 +184,8 @@ void Forward::pin_threads() {
   });
 }
 
+const Forward::Places& Forward::host() const { return mirror_ ? *mirror_ : *places_; }
+
 void Forward::begin(std::span<const TokenId> tokens, std::span<const std::uint32_t> positions,
                     std::span<const std::uint32_t> output_rows) {
   const std::size_t rows = tokens.size();
@@ -174,39 +194,75 @@ void Forward::begin(std::span<const TokenId> tokens, std::span<const std::uint32
   DD_CHECK(output_rows.size() <= options_.outputs_max, "{} outputs of {}", output_rows.size(),
            options_.outputs_max);
   current_ = &graphs_for(static_cast<std::uint32_t>(rows), static_cast<std::uint32_t>(output_rows.size()));
-  std::memcpy(places_->tokens, tokens.data(), tokens.size_bytes());
-  std::memcpy(places_->positions, positions.data(), positions.size_bytes());
-  if (!output_rows.empty()) std::memcpy(places_->output_rows, output_rows.data(), output_rows.size_bytes());
+  std::memcpy(host().tokens, tokens.data(), tokens.size_bytes());
+  std::memcpy(host().positions, positions.data(), positions.size_bytes());
+  if (!output_rows.empty()) std::memcpy(host().output_rows, output_rows.data(), output_rows.size_bytes());
 }
 
 LayerRows Forward::project(LayerIndex layer) {
-  run(current_->layers[layer.value]);
   const bool last = layer.value + 1 == model_.hyperparameters().layers;
-  return {.q = reinterpret_cast<const float*>(places_->q),
-          .q_next = last ? nullptr : reinterpret_cast<const float*>(places_->q_next),
-          .k = reinterpret_cast<const float*>(places_->k),
-          .v = reinterpret_cast<const float*>(places_->v),
-          .attention = reinterpret_cast<float*>(places_->attention)};
+  if (device_) send_inputs(layer);
+  run(device_ ? device_ : cpu_, current_->layers[layer.value]);
+  if (device_) {
+    fetch({{current_->q, mirror_->q},
+           {current_->k, mirror_->k},
+           {current_->v, mirror_->v},
+           {last ? nullptr : current_->q_next, mirror_->q_next}});
+  }
+  return {.q = reinterpret_cast<const float*>(host().q),
+          .q_next = last ? nullptr : reinterpret_cast<const float*>(host().q_next),
+          .k = reinterpret_cast<const float*>(host().k),
+          .v = reinterpret_cast<const float*>(host().v),
+          .attention = reinterpret_cast<float*>(host().attention)};
 }
 
 const float* Forward::logits() {
   DD_CHECK(current_->logits != nullptr, "begin() named no output rows");
-  run(current_->logits);
-  return reinterpret_cast<const float*>(places_->logits);
+  if (device_) send(current_->attention, mirror_->attention);
+  run(device_ ? device_ : cpu_, current_->logits);
+  if (device_) fetch({{current_->logits_leaf, mirror_->logits}});
+  return reinterpret_cast<const float*>(host().logits);
 }
 
 void Forward::parallel(const std::function<void(std::uint32_t)>& fn) {
   parallel_fn_ = &fn;
-  run(parallel_graph_);
+  run(cpu_, parallel_graph_);
   parallel_fn_ = nullptr;
 }
 
-void Forward::run(ggml_cgraph* graph) {
-  const ggml_status status = ggml_backend_graph_compute(backend_.get(), graph);
+void Forward::run(const ggml_backend_ptr& backend, ggml_cgraph* graph) {
+  const ggml_status status = ggml_backend_graph_compute(backend.get(), graph);
   DD_CHECK(status == GGML_STATUS_SUCCESS, "ggml status {}", static_cast<int>(status));
 }
 
+// What a layer reads: the first one embeddings and positions, the others the attention of the one before.
+void Forward::send_inputs(LayerIndex layer) {
+  if (layer.value > 0) return send(current_->attention, mirror_->attention);
+  run(cpu_, current_->embedding);
+  send(current_->x[0], mirror_->x[0]);
+  send(current_->positions, mirror_->positions);
+  if (current_->output_rows != nullptr) send(current_->output_rows, mirror_->output_rows);
+}
+
+void Forward::send(ggml_tensor* to, const std::byte* from) {
+  ggml_backend_tensor_set_async(device_.get(), to, from, 0, ggml_nbytes(to));
+}
+
+void Forward::fetch(std::initializer_list<std::pair<ggml_tensor*, std::byte*>> results) {
+  for (const auto& [from, to] : results) {
+    if (from != nullptr) ggml_backend_tensor_get_async(device_.get(), from, to, 0, ggml_nbytes(from));
+  }
+  ggml_backend_synchronize(device_.get());
+}
+
 std::size_t Forward::activation_bytes() const {
+  const ggml_gallocr_ptr& temporaries = mirror_ ? embedding_temporaries_ : temporaries_;
+  return ggml_backend_buffer_get_size(host().buffer.get()) +
+         ggml_gallocr_get_buffer_size(temporaries.get(), 0);
+}
+
+std::size_t Forward::device_activation_bytes() const {
+  if (!device_) return 0;
   return ggml_backend_buffer_get_size(places_->buffer.get()) +
          ggml_gallocr_get_buffer_size(temporaries_.get(), 0);
 }
@@ -239,23 +295,46 @@ std::unique_ptr<Forward::Graphs> Forward::build(std::uint32_t rows, std::uint32_
   const std::size_t per_graph =
       ggml_graph_overhead_custom(kGraphNodesMax, false) + kGraphNodesMax * ggml_tensor_overhead();
   graphs->context.reset(
-      ggml_init({.mem_size = (shape.layers + 2) * per_graph, .mem_buffer = nullptr, .no_alloc = true}));
+      ggml_init({.mem_size = (shape.layers + 3) * per_graph, .mem_buffer = nullptr, .no_alloc = true}));
 
-  const auto leaf = [&](ggml_type type, std::int64_t width, std::int64_t count, std::byte* place) {
+  const auto leaf = [&](const Places& places, ggml_type type, std::int64_t width, std::int64_t count,
+                        std::byte* place) {
     ggml_tensor* tensor = width == 0 ? ggml_new_tensor_1d(graphs->context.get(), type, count)
                                      : ggml_new_tensor_2d(graphs->context.get(), type, width, count);
-    places_->put(tensor, place);
+    places.put(tensor, place);
     return tensor;
   };
-  graphs->tokens = leaf(GGML_TYPE_I32, 0, rows, places_->tokens);
-  graphs->positions = leaf(GGML_TYPE_I32, 0, rows, places_->positions);
-  graphs->attention = leaf(GGML_TYPE_F32, shape.query_width(), rows, places_->attention);
-  for (int i = 0; i < 2; ++i) graphs->x[i] = leaf(GGML_TYPE_F32, shape.embedding, rows, places_->x[i]);
-  if (outputs > 0) graphs->output_rows = leaf(GGML_TYPE_I32, 0, outputs, places_->output_rows);
-
+  const auto indices = [&](const Places& places, std::int64_t count, std::byte* place) {
+    return leaf(places, GGML_TYPE_I32, 0, count, place);
+  };
+  const auto floats = [&](std::int64_t width, std::int64_t count, std::byte* place) {
+    return leaf(*places_, GGML_TYPE_F32, width, count, place);
+  };
+  graphs->tokens = indices(host(), rows, host().tokens);
+  graphs->positions = indices(*places_, rows, places_->positions);
+  graphs->attention = floats(shape.query_width(), rows, places_->attention);
+  for (int i = 0; i < 2; ++i) graphs->x[i] = floats(shape.embedding, rows, places_->x[i]);
+  if (outputs > 0) graphs->output_rows = indices(*places_, outputs, places_->output_rows);
+  if (device_) {
+    graphs->q = floats(shape.query_width(), rows, places_->q);
+    if (options_.next_query) graphs->q_next = floats(shape.query_width(), rows, places_->q_next);
+    graphs->k = floats(shape.kv_width(), rows, places_->k);
+    graphs->v = floats(shape.kv_width(), rows, places_->v);
+    if (outputs > 0) graphs->logits_leaf = floats(shape.vocabulary, outputs, places_->logits);
+    build_embedding(*graphs);
+  }
   for (LayerIndex layer; layer.value < shape.layers; ++layer) build_layer(*graphs, layer);
   if (outputs > 0) build_logits(*graphs);
   return graphs;
+}
+
+// Rows of the embedding table, which is mapped: looked up on the CPU.
+void Forward::build_embedding(Graphs& graphs) {
+  GraphBuilder builder(graphs.context.get(), model_.hyperparameters(), nullptr, false);
+  ggml_tensor* x = model_.architecture().embed(builder, graphs.tokens);
+  mirror_->put(x, mirror_->x[0]);
+  graphs.embedding = ggml_new_graph_custom(graphs.context.get(), kGraphNodesMax, false);
+  ggml_build_forward_expand(graphs.embedding, x);
 }
 
 void Forward::build_layer(Graphs& graphs, LayerIndex layer) {
@@ -263,10 +342,13 @@ void Forward::build_layer(Graphs& graphs, LayerIndex layer) {
   const bool invariant = options_.batch_invariant && graphs.rows <= kInvariantRowsMax;
   GraphBuilder builder(graphs.context.get(), model_.hyperparameters(), graphs.positions, invariant);
   const std::uint32_t out = layer.value % 2;
-  ggml_tensor* x = layer.value == 0 ? architecture.embed(builder, graphs.tokens)
-                                    : architecture.finish(builder, LayerIndex(layer.value - 1),
-                                                          graphs.attention, graphs.x[1 - out]);
-  places_->put(x, places_->x[out]);
+  ggml_tensor* x = graphs.x[0];
+  if (layer.value > 0) {
+    x = architecture.finish(builder, LayerIndex(layer.value - 1), graphs.attention, graphs.x[1 - out]);
+  } else if (!device_) {
+    x = architecture.embed(builder, graphs.tokens);
+  }
+  if (x != graphs.x[0]) places_->put(x, places_->x[out]);
   const Projection projection = architecture.project(builder, layer, x);
   places_->put(projection.q, places_->q);
   places_->put(projection.k, places_->k);
@@ -307,6 +389,10 @@ void Forward::build_logits(Graphs& graphs) {
 // the first round lets the buffer grow to what the largest needs, the second gives every tensor its final
 // address.
 bool Forward::place_temporaries(Graphs& graphs) {
+  if (graphs.embedding != nullptr) {
+    DD_CHECK(ggml_gallocr_reserve(embedding_temporaries_.get(), graphs.embedding));
+    DD_CHECK(ggml_gallocr_alloc_graph(embedding_temporaries_.get(), graphs.embedding));
+  }
   std::vector<ggml_cgraph*> all = graphs.layers;
   if (graphs.logits != nullptr) all.push_back(graphs.logits);
   const std::size_t before = ggml_gallocr_get_buffer_size(temporaries_.get(), 0);

@@ -15,8 +15,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include <ggml-backend.h>
@@ -68,8 +70,10 @@ class Forward {
   /// Steps of at most this many rows are batch-invariant when asked for; larger ones use ggml's products for
   /// many rows.
   static constexpr std::uint32_t kInvariantRowsMax = 32;
-  /// Bytes of activations: fixed places and temporaries.
+  /// Bytes of activations in host memory: fixed places and temporaries.
   std::size_t activation_bytes() const;
+  /// The same in the memory of the model's device; 0 on the CPU.
+  std::size_t device_activation_bytes() const;
 
  private:
   struct Graphs;
@@ -77,19 +81,30 @@ class Forward {
 
   Forward(const Model& model, const ForwardOptions& options);
   Status allocate(const Forward* beside);
+  Status open_backends(const Forward* beside);
+  void make_parallel_graph();
   void pin_threads();
+  const Places& host() const;
   Graphs& graphs_for(std::uint32_t rows, std::uint32_t outputs);
   std::unique_ptr<Graphs> build(std::uint32_t rows, std::uint32_t outputs);
   void build_layer(Graphs& graphs, LayerIndex layer);
+  void build_embedding(Graphs& graphs);
   void build_logits(Graphs& graphs);
   bool place_temporaries(Graphs& graphs);
-  void run(ggml_cgraph* graph);
+  static void run(const ggml_backend_ptr& backend, ggml_cgraph* graph);
+  void send_inputs(LayerIndex layer);
+  void send(ggml_tensor* to, const std::byte* from);
+  void fetch(std::initializer_list<std::pair<ggml_tensor*, std::byte*>> results);
 
   const Model& model_;
   ForwardOptions options_;
-  ggml_backend_ptr backend_;
+  std::shared_ptr<ggml_threadpool> threadpool_;  // outlives the graphs that run on it
+  ggml_backend_ptr cpu_;
+  ggml_backend_ptr device_;  // null: the CPU
   ggml_gallocr_ptr temporaries_;
-  std::unique_ptr<Places> places_;
+  ggml_gallocr_ptr embedding_temporaries_;       // in host memory; only with a device
+  std::unique_ptr<Places> places_;               // where the layers are computed
+  std::unique_ptr<Places> mirror_;               // of these, in host memory; only with a device
   std::vector<std::unique_ptr<Graphs>> graphs_;  // most recently used first
   Graphs* current_ = nullptr;
 

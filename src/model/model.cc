@@ -8,8 +8,10 @@
 namespace dualdecoder {
 
 Result<std::unique_ptr<Model>> Model::load(const std::string& path,
-                                           const std::function<void(std::size_t, std::size_t)>& progress) {
+                                           const std::function<void(std::size_t, std::size_t)>& progress,
+                                           const Device& device) {
   std::unique_ptr<Model> model(new Model());
+  model->device_ = device;
   auto file = GgufFile::open(path);
   if (!file) return std::unexpected(file.error());
   model->file_ = std::move(*file);
@@ -32,7 +34,7 @@ Result<std::unique_ptr<Model>> Model::load(const std::string& path,
   if (!vocabulary) return std::unexpected(vocabulary.error());
   model->vocabulary_ = std::move(*vocabulary);
 
-  model->weights_ = std::make_unique<Weights>(*model->file_);
+  model->weights_ = std::make_unique<Weights>(*model->file_, device);
   model->architecture_->bind(*model->weights_, model->hyperparameters_);
   if (Status status = model->weights_->load(progress); !status) return std::unexpected(status.error());
   return model;

@@ -65,15 +65,31 @@ ggml_context_ptr tensor_context(std::size_t tensors) {
       ggml_init({.mem_size = tensors * ggml_tensor_overhead(), .mem_buffer = nullptr, .no_alloc = true}));
 }
 
+// Whether the device multiplies by such a matrix in a buffer of this type.
+bool supports_product(ggml_backend_dev_t device, ggml_backend_buffer_type_t type, const GgufTensor& tensor) {
+  const ggml_context_ptr context = tensor_context(4);
+  ggml_tensor* weight = ggml_new_tensor_2d(context.get(), tensor.type, tensor.shape[0], tensor.shape[1]);
+  ggml_tensor* input = ggml_new_tensor_2d(context.get(), GGML_TYPE_F32, tensor.shape[0], 512);
+  ggml_tensor* operation = ggml_mul_mat(context.get(), weight, input);
+  const ggml_backend_buffer_ptr empty(ggml_backend_buft_alloc_buffer(type, 0));
+  weight->buffer = empty.get();
+  const bool supported = ggml_backend_dev_supports_op(device, operation);
+  weight->buffer = nullptr;
+  return supported;
+}
+
 }  // namespace
 
-Weights::Weights(const GgufFile& file) : file_(file), extra_types_(extra_buffer_types()) {}
+Weights::Weights(const GgufFile& file, const Device& device)
+    : file_(file), device_(device), extra_types_(extra_buffer_types()) {}
 
 const Matrix* Weights::product(const std::string& name, std::int64_t inputs, std::int64_t outputs) {
   const GgufTensor* entry = find(name, {inputs, outputs}, Role::kProduct);
   if (entry == nullptr) return nullptr;
   Matrix& matrix = matrices_.emplace_back();
-  if (const auto format = weight_format(entry->type)) {
+  if (!device_.is_cpu()) {
+    matrix.tensor = record(*entry, device_.buffer_type());
+  } else if (const auto format = weight_format(entry->type)) {
     matrix.packed = {.format = *format,
                      .inputs = static_cast<std::uint32_t>(inputs),
                      .outputs = static_cast<std::uint32_t>(outputs)};
@@ -117,7 +133,7 @@ const GgufTensor* Weights::find(const std::string& name, std::initializer_list<s
                         name, fmt::join(entry->shape, ", "), fmt::join(wanted, ", "));
     return nullptr;
   }
-  if (!has_operation(entry->type, role)) {
+  if (!has_operation(*entry, role)) {
     first_error_ = fail(ErrorCode::kUnsupported, "{}: tensor {} is of type {}, wanted {}", file_.path(), name,
                         ggml_type_name(entry->type),
                         role == Role::kVector ? "f32" : "f32, f16, bf16 or a quantised type");
@@ -136,14 +152,18 @@ ggml_tensor* Weights::record(const GgufTensor& entry, ggml_backend_buffer_type_t
 
 ggml_tensor* Weights::record(const std::string& name, std::initializer_list<std::int64_t> shape, Role role) {
   const GgufTensor* entry = find(name, shape, role);
-  return entry == nullptr ? nullptr : record(*entry, nullptr);
+  if (entry == nullptr) return nullptr;
+  const bool on_device = role == Role::kVector && !device_.is_cpu();
+  return record(*entry, on_device ? device_.buffer_type() : nullptr);
 }
 
 // ggml's kernels end the process on a type they have no code for.
-bool Weights::has_operation(ggml_type type, Role role) {
+bool Weights::has_operation(const GgufTensor& tensor, Role role) const {
+  const ggml_type type = tensor.type;
   switch (role) {
     case Role::kProduct:
-      return ggml_get_type_traits_cpu(type)->vec_dot != nullptr;
+      return device_.is_cpu() ? ggml_get_type_traits_cpu(type)->vec_dot != nullptr
+                              : supports_product(device_.handle(), device_.buffer_type(), tensor);
     case Role::kTable:
       return type == GGML_TYPE_F32 || ggml_get_type_traits(type)->to_float != nullptr;
     case Role::kVector:
@@ -164,16 +184,8 @@ Weights::Pool& Weights::pool_for(ggml_backend_buffer_type_t type) {
 
 // libllama's rule: the first extra buffer type of the CPU in which the backend supports this product.
 ggml_backend_buffer_type_t Weights::repacked_type_for(const GgufTensor& tensor) const {
-  const ggml_context_ptr context = tensor_context(4);
-  ggml_tensor* weight = ggml_new_tensor_2d(context.get(), tensor.type, tensor.shape[0], tensor.shape[1]);
-  ggml_tensor* input = ggml_new_tensor_2d(context.get(), GGML_TYPE_F32, tensor.shape[0], 512);
-  ggml_tensor* operation = ggml_mul_mat(context.get(), weight, input);
   for (ggml_backend_buffer_type_t type : extra_types_) {
-    const ggml_backend_buffer_ptr empty(ggml_backend_buft_alloc_buffer(type, 0));
-    weight->buffer = empty.get();
-    const bool supported = ggml_backend_dev_supports_op(cpu_device(), operation);
-    weight->buffer = nullptr;
-    if (supported) return type;
+    if (supports_product(cpu_device(), type, tensor)) return type;
   }
   return nullptr;
 }
@@ -211,8 +223,11 @@ Status Weights::load_pool(Pool& pool, const std::function<void(std::size_t)>& do
   } else {
     pool.buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(pool.context.get(), pool.type));
   }
-  if (!pool.buffer)
-    return fail(ErrorCode::kOutOfMemory, "{}: not enough memory for the weights", file_.path());
+  if (!pool.buffer) {
+    return fail(ErrorCode::kOutOfMemory, "{}: not enough memory for the weights on {}", file_.path(),
+                device_.name());
+  }
+  const bool on_device = !device_.is_cpu() && pool.type == device_.buffer_type();
   for (const auto& [tensor, entry] : pool.tensors) {
     if (pool.type == nullptr) {
       const ggml_status status = ggml_backend_tensor_alloc(pool.buffer.get(), tensor, base + entry->offset);
@@ -221,7 +236,7 @@ Status Weights::load_pool(Pool& pool, const std::function<void(std::size_t)>& do
     } else {
       ggml_backend_tensor_set(tensor, base + entry->offset, 0, entry->bytes);
       mapping.drop_pages(entry->offset, entry->bytes);
-      repacked_bytes_ += entry->bytes;
+      (on_device ? device_bytes_ : repacked_bytes_) += entry->bytes;
     }
     done(entry->bytes);
   }

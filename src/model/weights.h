@@ -1,7 +1,10 @@
 // The tensors of a model where the matrix products read them. A matrix in one of the formats of
 // products/products.h is packed for these. Any other goes, as in libllama, into one of the CPU backend's
 // repacked buffers when that backend has a faster product for its type, and stays memory-mapped otherwise.
-// Norms, biases and the embedding table always stay mapped.
+// Norms, biases and the embedding table stay mapped.
+//
+// With a device other than the CPU, matrices, norms and biases lie in its memory as they are in the file; the
+// embedding table stays mapped, since rows are looked up by the host.
 //
 // Use in two phases: an architecture asks for its tensors by name and shape (product, vector, ...), which
 // only records them; then load() allocates, repacks and makes their data valid. The first tensor that is
@@ -23,6 +26,7 @@
 
 #include "base/anonymous_memory.h"
 #include "base/error.h"
+#include "model/device.h"
 #include "model/gguf_file.h"
 #include "products/products.h"
 
@@ -36,7 +40,7 @@ struct Matrix {
 
 class Weights {
  public:
-  explicit Weights(const GgufFile& file);
+  explicit Weights(const GgufFile& file, const Device& device = {});
 
   /// A matrix [inputs, outputs] for products. Owned by the weights.
   const Matrix* product(const std::string& name, std::int64_t inputs, std::int64_t outputs);
@@ -55,11 +59,13 @@ class Weights {
 
   /// Whether the tensor is read where it lies in the file.
   bool is_mapped(const GgufTensor& tensor) const;
+  /// Bytes in the memory of the device; 0 on the CPU.
+  std::size_t device_bytes() const { return device_bytes_; }
   /// Bytes of packed matrices and in ggml's repacked buffers (resident memory beside the mapped file).
   std::size_t repacked_bytes() const { return repacked_bytes_; }
   /// Bytes of mapped tensors in use.
   std::size_t mapped_bytes() const { return mapped_bytes_; }
-  std::size_t bytes() const { return repacked_bytes_ + mapped_bytes_; }
+  std::size_t bytes() const { return device_bytes_ + repacked_bytes_ + mapped_bytes_; }
 
  private:
   struct Pool {  // tensors of one buffer type; a null type means the mapped file
@@ -74,19 +80,21 @@ class Weights {
   const GgufTensor* find(const std::string& name, std::initializer_list<std::int64_t> shape, Role role);
   ggml_tensor* record(const GgufTensor& entry, ggml_backend_buffer_type_t type);
   ggml_tensor* record(const std::string& name, std::initializer_list<std::int64_t> shape, Role role);
-  static bool has_operation(ggml_type type, Role role);
+  bool has_operation(const GgufTensor& tensor, Role role) const;
   Pool& pool_for(ggml_backend_buffer_type_t type);
   ggml_backend_buffer_type_t repacked_type_for(const GgufTensor& tensor) const;
   Status load_pool(Pool& pool, const std::function<void(std::size_t)>& done);
   Status load_packed(const std::function<void(std::size_t)>& done);
 
   const GgufFile& file_;
+  Device device_;
   std::vector<ggml_backend_buffer_type_t> extra_types_;
   std::vector<std::unique_ptr<Pool>> pools_;
   std::deque<Matrix> matrices_;
   std::vector<std::pair<PackedMatrix*, const GgufTensor*>> packed_;
   AnonymousMemory packed_memory_;
   Status first_error_;
+  std::size_t device_bytes_ = 0;
   std::size_t repacked_bytes_ = 0;
   std::size_t mapped_bytes_ = 0;
 };

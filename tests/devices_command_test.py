@@ -1,0 +1,107 @@
+"""`dualdecoder devices`, and `--device`: weights and layers on a device whose memory is out of reach, which is ggml's RPC
+server on loopback here."""
+
+import contextlib
+import json
+import socket
+import subprocess
+import time
+
+import pytest
+
+from conftest import BUILD, dualdecoder
+
+
+@contextlib.contextmanager
+def rpc_server():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen([str(BUILD / "tests" / "rpc_device"), str(port)])
+    try:
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except ConnectionRefusedError:
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.01)
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with rpc_server() as address:
+        yield address
+
+
+def test_the_cpu_is_always_listed_and_first(server):
+    [cpu] = json.loads(dualdecoder("devices", "-o", "json").stdout)
+    assert cpu["name"] == "CPU" and cpu["memory_total_bytes"] > 0
+    listed = json.loads(dualdecoder("devices", "--rpc", server, "-o", "json").stdout)
+    assert [device["name"] for device in listed] == ["CPU", "RPC0"] and listed[1]["description"] == server
+    lines = dualdecoder("devices", "--rpc", server).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["CPU", "RPC0"]
+
+
+@pytest.mark.parametrize(
+    "options, code, parts",
+    [
+        (["--device", "cuda7"], 2, ["cuda7", "there is cpu"]),
+        (["--rpc", "nowhere"], 2, ["nowhere", "HOST:PORT"]),
+        (["--rpc", "127.0.0.1:1"], 1, ["127.0.0.1:1", "nobody listens"]),
+    ],
+)
+def test_a_device_that_is_not_there_is_one_error(tiny, options, code, parts):
+    result = dualdecoder("run", "-m", tiny, "-p", "x", *options)
+    assert result.code == code and len(result.errors) == 1 and result.stdout == "", result.errors
+    for part in parts:
+        assert part in result.errors[0]
+
+
+def test_a_device_writes_the_same_text_with_and_without_a_far_tier(tiny, server, tmp_path):
+    def report(*options):
+        path = tmp_path / "report.json"
+        result = dualdecoder(
+            "run", "-m", tiny, "-t", 1, "-p", "a long enough text. " * 20, "--temp", 0, "-n", 40, "--batch-invariant", "--json",
+            path, *options)  # fmt: skip
+        assert result.code == 0, result.errors
+        return json.loads(path.read_text())
+
+    on_device = ["--rpc", server, "--device", "rpc0"]
+    here, there = report(), report(*on_device)
+    assert here["device"] == "CPU" and here["weights_device_bytes"] == here["device_activation_bytes"] == 0
+    assert there["device"] == "RPC0" and there["device_activation_bytes"] > 0
+    assert there["weights_device_bytes"] + there["weights_mapped_bytes"] >= here["weights_mapped_bytes"]
+    narrow = ["--block-size", 16, "--sink-tokens", 16, "--recent-tokens", 32, "-b", 64, "--budget", 4096]
+    for policy in ("previous", "reactive", "dual"):
+        tiered = report(*on_device, *narrow, "--far", f"file:{tmp_path}", "--near-slots", 64, "--policy", policy)
+        assert tiered["generated_tokens"] == there["generated_tokens"]
+
+
+def test_the_plan_tells_what_the_device_holds(tiny, server):
+    plan = ["plan", "-m", tiny, "-c", 512, "--no-measure", "--rpc", server, "--device", "rpc0"]
+    report = json.loads(dualdecoder(*plan, "-o", "json").stdout)
+    assert report["device"] == "RPC0" and report["device_weights_bytes"] > 0 and report["device_activation_bytes"] > 0
+    assert "RPC0, " + server in dualdecoder(*plan).stdout
+
+
+def test_selecting_and_predicting_take_nothing_of_the_device(tiny, server):
+    """What grows with the context, and what says which blocks a step needs, is the host's: the device has weights and one
+    step's activations, whatever the policy."""
+
+    def on_device(*options, context=4096):
+        plan = ["plan", "-m", tiny, "-c", context, "--no-measure", "--rpc", server, "--device", "rpc0", "-o", "json"]
+        report = json.loads(dualdecoder(*plan, *options).stdout)
+        return report["digest_bytes"], (report["device_weights_bytes"], report["device_activation_bytes"])
+
+    digests, dense = on_device()
+    assert digests == 0
+    for policy in ("previous", "reactive", "dual", "last-set"):
+        for residency in ("all", "none"):
+            digests, tiered = on_device("--far", "host", "--budget", 256, "--policy", policy, "--residency", residency)
+            assert digests > 0 and tiered == dense
+    assert on_device(context=8192)[1] == dense
