@@ -5,11 +5,12 @@ import contextlib
 import json
 import socket
 import subprocess
+import sys
 import time
 
 import pytest
 
-from conftest import BUILD, dualdecoder
+from conftest import BUILD, ROOT, dualdecoder
 
 
 @contextlib.contextmanager
@@ -105,3 +106,8 @@ def test_selecting_and_predicting_take_nothing_of_the_device(tiny, server):
             digests, tiered = on_device("--far", "host", "--budget", 256, "--policy", policy, "--residency", residency)
             assert digests > 0 and tiered == dense
     assert on_device(context=8192)[1] == dense
+
+
+def test_the_table_of_the_documentation_is_what_its_script_prints():
+    printed = subprocess.run([sys.executable, ROOT / "tools" / "device_table.py"], check=True, capture_output=True, text=True).stdout
+    assert printed.count("\n") > 10 and printed in (ROOT / "docs" / "devices.md").read_text()
