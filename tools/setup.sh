@@ -39,10 +39,12 @@ die() {
   exit 1
 }
 
-# The lines of packages.debian whose package is not installed, in whatever version.
+# The lines of packages.debian whose package is not installed, in whatever version. With DUALDECODER_SETUP=build those
+# that only tests want are left out.
 missing_packages() {
-  local pins names installed pin
-  pins=$(grep -E '^[a-z0-9]' packages.debian)
+  local pins names installed pin last='$q'
+  [[ ${DUALDECODER_SETUP:-} == build ]] && last='/^# Tests/q'
+  pins=$(sed "$last" packages.debian | grep -E '^[a-z0-9]')
   mapfile -t names < <(cut -d= -f1 <<<"$pins")
   # shellcheck disable=SC2016 # dpkg-query's own ${...}; it exits 1 when it does not know one of the names
   installed=$(dpkg-query -W -f '${Package} ${db:Status-Status}\n' "${names[@]}" 2>/dev/null || true)
