@@ -330,7 +330,8 @@ Result<std::unique_ptr<Contender>> make_libllama_contender(const Model& model, c
                                              .context = options.context,
                                              .sequences = options.sequences,
                                              .batch = options.prefill_chunk,
-                                             .outputs = options.sequences});
+                                             .outputs = options.sequences,
+                                             .device = model.device().handle()});
   if (!llama) return std::unexpected(llama.error());
   const std::size_t token_bytes = model.hyperparameters().geometry(options.block_tokens).token_bytes();
   return std::make_unique<Peer>(std::move(*llama), token_bytes, options.sequences);

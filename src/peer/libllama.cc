@@ -7,6 +7,11 @@
 #include "base/check.h"
 
 namespace dualdecoder {
+namespace {
+
+constexpr std::int32_t kAllLayers = 9999;  // more than any model has
+
+}  // namespace
 
 void Libllama::ThreadpoolDeleter::operator()(ggml_threadpool* pool) const { ggml_threadpool_free(pool); }
 
@@ -15,7 +20,11 @@ Result<std::unique_ptr<Libllama>> Libllama::load(const std::string& path, const 
   std::unique_ptr<Libllama> peer(new Libllama());
   peer->options_ = options;
   llama_backend_init();
-  peer->model_.reset(llama_model_load_from_file(path.c_str(), llama_model_default_params()));
+  llama_model_params model_params = llama_model_default_params();
+  ggml_backend_dev_t devices[] = {options.device, nullptr};  // not, as by default, all that there are
+  model_params.devices = devices;
+  model_params.n_gpu_layers = options.device == nullptr ? 0 : kAllLayers;
+  peer->model_.reset(llama_model_load_from_file(path.c_str(), model_params));
   if (!peer->model_) return fail(ErrorCode::kCorrupt, "libllama cannot load {}", path);
 
   std::uint32_t& context = peer->options_.context;

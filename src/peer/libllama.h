@@ -28,6 +28,7 @@ struct LibllamaOptions {
   std::uint32_t batch = 512;  // rows computed at once
   std::uint32_t outputs = 1;  // rows of one call that want logits; at least `sequences`
   bool flash_attention = true;
+  ggml_backend_dev_t device = nullptr;  // for all layers and their KV; null: the CPU
 };
 
 class Libllama {
