@@ -21,7 +21,7 @@ if [[ ! -f $out/source/llama.cpp/CMakeLists.txt ]]; then
   mv "$out/unpacked" "$out/source"
 fi
 # The folder lies in a checkout of ours, whose commit is not llama.cpp's.
-cmake -S "$out/source/llama.cpp" -B "$out/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_OPENSSL=OFF \
+cmake -S "$out/source/llama.cpp" -B "$out/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON -DGGML_NATIVE=ON -DLLAMA_OPENSSL=OFF \
   -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF \
   -DLLAMA_BUILD_NUMBER="${version%%.*}" -DLLAMA_BUILD_COMMIT="$package-$version" >"$out/configure.log" || { tail -n 20 "$out/configure.log" >&2; exit 1; }
 cmake --build "$out/build" --target llama-server
