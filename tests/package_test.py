@@ -49,7 +49,7 @@ def test_it_holds_the_program_its_libraries_the_unit_and_documentation(root):
         path.removeprefix("usr/") for path in files
     }
     libraries = {path.split("/")[-1].split(".so")[0] for path in files if path.startswith("usr/lib/dualdecoder/")}
-    assert libraries == {"libllama", "libggml", "libggml-base", "libggml-cpu"}
+    assert libraries == {"libllama", "libggml", "libggml-base", "libggml-cpu", "libggml-rpc"}
 
 
 def test_every_library_is_found_in_the_package_or_the_system(root):
