@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from conftest import ROOT, dualdecoder, make_tiny
-from serving import Server, end_of, text_of
+from serving import Server, end_of, post_bytes, text_of
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +144,22 @@ def test_a_client_that_leaves_is_logged_as_such(model):
         [left] = logged(server, 1)
         assert left["status"] == 499 and left["prompt_tokens"] == 2 and 0 < left["completion_tokens"] < 8000
         assert 0 < left["decode_seconds"] <= left["seconds"]
+
+
+def test_a_client_that_leaves_as_its_answer_ends_is_logged_too(model):
+    """Whatever has come of an answer when its client goes, its request ends, and its connection with it."""
+    with Server(model, "-c", 512, "--log-format", "json", "--np", 1) as server:
+        body = json.dumps({"prompt": "a", "max_tokens": 3, "ignore_eos": True}).encode()
+        begin = time.monotonic()
+        server.post("/v1/completions", body)
+        whole = time.monotonic() - begin
+        for i in range(200):
+            with server.socket() as client:
+                client.sendall(post_bytes("/v1/completions", body))
+                time.sleep(1.5 * whole * i / 200)
+        records = logged(server, 201)
+        assert {record["status"] for record in records} <= {200, 499}
+        assert all(record["prompt_tokens"] == 2 and record["completion_tokens"] <= 3 for record in records)
 
 
 def test_a_text_log_has_a_line_for_each_completion_unless_told_otherwise(model):

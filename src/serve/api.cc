@@ -508,10 +508,7 @@ asio::awaitable<void> Api::Impl::complete(Endpoint endpoint, const HttpRequest& 
 // Of jobs that were cancelled: each ends within a step, and tells what it has done.
 asio::awaitable<void> Api::Impl::take_ends(Reply& reply, EventQueue& queue) {
   while (!reply.ended()) {
-    queue.timer().expires_at(asio::steady_timer::time_point::max());
-    auto events = queue.take();
-    boost::system::error_code woken;
-    if (events.empty()) co_await queue.timer().async_wait(asio::redirect_error(asio::use_awaitable, woken));
+    EventQueue::Events events = co_await queue.next(EventQueue::TimePoint::max());
     for (auto& [choice, event] : events) reply.take(choice, std::move(event), nullptr);
   }
 }
@@ -554,15 +551,8 @@ asio::awaitable<void> Api::Impl::follow(bool streams, Reply& reply, EventQueue& 
   exchange.watch_for_close(queue.timer());
   using Clock = asio::steady_timer::clock_type;
   auto comment_at = Clock::now() + options.comment_period;
-  while (!reply.ended() && !reply.error()) {
-    queue.timer().expires_at(comment_at);
-    auto events = queue.take();
-    if (events.empty() && !exchange.gone()) {
-      boost::system::error_code woken;
-      co_await queue.timer().async_wait(asio::redirect_error(asio::use_awaitable, woken));
-      events = queue.take();
-    }
-    if (exchange.gone()) co_return;
+  while (!reply.ended() && !reply.error() && !exchange.gone()) {
+    EventQueue::Events events = co_await queue.next(comment_at);
     std::vector<std::string> chunks;
     for (auto& [choice, event] : events) reply.take(choice, std::move(event), streams ? &chunks : nullptr);
     std::string bytes;
@@ -573,6 +563,7 @@ asio::awaitable<void> Api::Impl::follow(bool streams, Reply& reply, EventQueue& 
     if (silent || !bytes.empty()) comment_at = Clock::now() + options.comment_period;
     if (!bytes.empty()) co_await exchange.send(std::move(bytes));
   }
+  if (exchange.gone()) co_return;
   if (!streams) {
     HttpReply answer = reply.error() ? reply_of(*reply.error()) : object_reply(reply);
     co_return co_await send(exchange, std::move(answer));
