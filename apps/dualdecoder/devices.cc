@@ -15,10 +15,11 @@ struct DevicesOptions {
 
 void print_text(const std::vector<Device>& devices) {
   for (const Device& device : devices) {
+    const DeviceMemory memory = device.memory();
     fmt::print("{:<10} {:<50}", device.name(), device.description());
-    if (device.memory_total() > 0) {
-      fmt::print(" {} free of {}", format_bytes(static_cast<double>(device.memory_free())),
-                 format_bytes(static_cast<double>(device.memory_total())));
+    if (memory.total > 0) {
+      fmt::print(" {} free of {}", format_bytes(static_cast<double>(memory.free)),
+                 format_bytes(static_cast<double>(memory.total)));
     }
     fmt::print("\n");
   }
@@ -27,10 +28,11 @@ void print_text(const std::vector<Device>& devices) {
 void print_json(const std::vector<Device>& devices) {
   nlohmann::ordered_json list = nlohmann::ordered_json::array();
   for (const Device& device : devices) {
+    const DeviceMemory memory = device.memory();
     list.push_back({{"name", device.name()},
                     {"description", device.description()},
-                    {"memory_free_bytes", device.memory_free()},
-                    {"memory_total_bytes", device.memory_total()}});
+                    {"memory_free_bytes", memory.free},
+                    {"memory_total_bytes", memory.total}});
   }
   fmt::print("{}\n", list.dump(2));
 }

@@ -31,8 +31,8 @@ void PolicyChooser::note(double seconds, std::uint32_t tokens) {
   if (tokens_ > 0) {
     double& cost = costs_[static_cast<std::size_t>(way())];
     const double measured = seconds_ / tokens_;
-    cost =
-        trying_ ? measured : (1.0 - kNewShare) * cost + kNewShare * measured;  // a trial's is from long ago
+    // What was known of a way that is tried is from long ago.
+    cost = trying_ ? measured : (1.0 - kNewShare) * cost + kNewShare * measured;
     seconds_ = 0.0;
     tokens_ = 0;
   }

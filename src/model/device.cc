@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cctype>
-#include <utility>
 
 #include <netdb.h>
 #include <sys/socket.h>
@@ -18,14 +17,9 @@ std::string lower(std::string text) {
   return text;
 }
 
-std::pair<std::size_t, std::size_t> memory_of(ggml_backend_dev_t handle) {
-  std::size_t free = 0;
-  std::size_t total = 0;
-  ggml_backend_dev_memory(handle, &free, &total);
-  return {free, total};
-}
-
 ggml_backend_dev_t cpu() { return ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU); }
+
+ggml_backend_dev_t ggml_device(const Device& device) { return device.is_cpu() ? cpu() : device.handle(); }
 
 // ggml's own call ends the process when nobody listens.
 Status check_that_somebody_listens(const std::string& endpoint) {
@@ -95,9 +89,13 @@ Status Device::add_rpc_server(const std::string& endpoint) {
   return {};
 }
 
-std::string Device::name() const { return ggml_backend_dev_name(is_cpu() ? cpu() : handle_); }
-std::string Device::description() const { return ggml_backend_dev_description(is_cpu() ? cpu() : handle_); }
-std::size_t Device::memory_free() const { return memory_of(is_cpu() ? cpu() : handle_).first; }
-std::size_t Device::memory_total() const { return memory_of(is_cpu() ? cpu() : handle_).second; }
+std::string Device::name() const { return ggml_backend_dev_name(ggml_device(*this)); }
+std::string Device::description() const { return ggml_backend_dev_description(ggml_device(*this)); }
+
+DeviceMemory Device::memory() const {
+  DeviceMemory memory;
+  ggml_backend_dev_memory(ggml_device(*this), &memory.free, &memory.total);
+  return memory;
+}
 
 }  // namespace dualdecoder

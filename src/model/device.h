@@ -12,6 +12,11 @@
 
 namespace dualdecoder {
 
+struct DeviceMemory {  // bytes; 0: not told
+  std::size_t free = 0;
+  std::size_t total = 0;
+};
+
 class Device {
  public:
   /// The CPU.
@@ -28,12 +33,13 @@ class Device {
   bool is_cpu() const { return handle_ == nullptr; }
   std::string name() const;
   std::string description() const;
-  std::size_t memory_free() const;   // bytes; 0: not told
-  std::size_t memory_total() const;  // bytes; 0: not told
+  DeviceMemory memory() const;
 
-  /// Not of the CPU.
+  /// Null for the CPU.
   ggml_backend_dev_t handle() const { return handle_; }
-  ggml_backend_buffer_type_t buffer_type() const { return ggml_backend_dev_buffer_type(handle_); }
+  ggml_backend_buffer_type_t buffer_type() const {
+    return is_cpu() ? nullptr : ggml_backend_dev_buffer_type(handle_);
+  }
 
  private:
   explicit Device(ggml_backend_dev_t handle) : handle_(handle) {}

@@ -114,17 +114,16 @@ Status Forward::allocate(const Forward* beside) {
   DD_CHECK(options_.threads > 0 && options_.rows_max > 0 && options_.outputs_max > 0);
   options_.outputs_max = std::min(options_.outputs_max, options_.rows_max);
   if (Status status = open_backends(beside); !status) return status;
-  const Device& device = model_.device();
   ggml_backend_buffer_type_t host_type = ggml_backend_cpu_buffer_type();
-  ggml_backend_buffer_type_t type = device.is_cpu() ? host_type : device.buffer_type();
+  ggml_backend_buffer_type_t type = device_ ? model_.device().buffer_type() : host_type;
   places_ = Places::allocate(type, model_.hyperparameters(), options_);
-  if (!device.is_cpu()) mirror_ = Places::allocate(host_type, model_.hyperparameters(), options_);
-  if (!places_ || (!device.is_cpu() && !mirror_)) {
+  if (device_) mirror_ = Places::allocate(host_type, model_.hyperparameters(), options_);
+  if (!places_ || (device_ && !mirror_)) {
     return fail(ErrorCode::kOutOfMemory, "not enough memory for the activations of {} rows",
                 options_.rows_max);
   }
   temporaries_.reset(ggml_gallocr_new(type));
-  if (!device.is_cpu()) embedding_temporaries_.reset(ggml_gallocr_new(host_type));
+  if (device_) embedding_temporaries_.reset(ggml_gallocr_new(host_type));
   graphs_for(options_.rows_max, options_.outputs_max);  // the largest step sizes the temporaries
   make_parallel_graph();
   if (beside == nullptr) pin_threads();
@@ -184,6 +183,7 @@ void Forward::pin_threads() {
   });
 }
 
+const ggml_backend_ptr& Forward::backend() const { return device_ ? device_ : cpu_; }
 const Forward::Places& Forward::host() const { return mirror_ ? *mirror_ : *places_; }
 
 void Forward::begin(std::span<const TokenId> tokens, std::span<const std::uint32_t> positions,
@@ -202,7 +202,7 @@ void Forward::begin(std::span<const TokenId> tokens, std::span<const std::uint32
 LayerRows Forward::project(LayerIndex layer) {
   const bool last = layer.value + 1 == model_.hyperparameters().layers;
   if (device_) send_inputs(layer);
-  run(device_ ? device_ : cpu_, current_->layers[layer.value]);
+  run(backend(), current_->layers[layer.value]);
   if (device_) {
     fetch({{current_->q, mirror_->q},
            {current_->k, mirror_->k},
@@ -219,7 +219,7 @@ LayerRows Forward::project(LayerIndex layer) {
 const float* Forward::logits() {
   DD_CHECK(current_->logits != nullptr, "begin() named no output rows");
   if (device_) send(current_->attention, mirror_->attention);
-  run(device_ ? device_ : cpu_, current_->logits);
+  run(backend(), current_->logits);
   if (device_) fetch({{current_->logits_leaf, mirror_->logits}});
   return reinterpret_cast<const float*>(host().logits);
 }

@@ -84,6 +84,7 @@ class Forward {
   Status open_backends(const Forward* beside);
   void make_parallel_graph();
   void pin_threads();
+  const ggml_backend_ptr& backend() const;  // of the layers
   const Places& host() const;
   Graphs& graphs_for(std::uint32_t rows, std::uint32_t outputs);
   std::unique_ptr<Graphs> build(std::uint32_t rows, std::uint32_t outputs);

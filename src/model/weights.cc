@@ -153,8 +153,7 @@ ggml_tensor* Weights::record(const GgufTensor& entry, ggml_backend_buffer_type_t
 ggml_tensor* Weights::record(const std::string& name, std::initializer_list<std::int64_t> shape, Role role) {
   const GgufTensor* entry = find(name, shape, role);
   if (entry == nullptr) return nullptr;
-  const bool on_device = role == Role::kVector && !device_.is_cpu();
-  return record(*entry, on_device ? device_.buffer_type() : nullptr);
+  return record(*entry, role == Role::kVector ? device_.buffer_type() : nullptr);
 }
 
 // ggml's kernels end the process on a type they have no code for.
@@ -227,7 +226,6 @@ Status Weights::load_pool(Pool& pool, const std::function<void(std::size_t)>& do
     return fail(ErrorCode::kOutOfMemory, "{}: not enough memory for the weights on {}", file_.path(),
                 device_.name());
   }
-  const bool on_device = !device_.is_cpu() && pool.type == device_.buffer_type();
   for (const auto& [tensor, entry] : pool.tensors) {
     if (pool.type == nullptr) {
       const ggml_status status = ggml_backend_tensor_alloc(pool.buffer.get(), tensor, base + entry->offset);
@@ -236,7 +234,7 @@ Status Weights::load_pool(Pool& pool, const std::function<void(std::size_t)>& do
     } else {
       ggml_backend_tensor_set(tensor, base + entry->offset, 0, entry->bytes);
       mapping.drop_pages(entry->offset, entry->bytes);
-      (on_device ? device_bytes_ : repacked_bytes_) += entry->bytes;
+      (pool.type == device_.buffer_type() ? device_bytes_ : repacked_bytes_) += entry->bytes;
     }
     done(entry->bytes);
   }
