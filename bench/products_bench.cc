@@ -3,10 +3,11 @@
 //
 // One run is every matrix of a decode step of SmolLM2-135M once: Q, K, V, output, gate, up and down of 30
 // layers, and the output matrix, all in one format. Formats of 256 inputs a block have no matrix of 576
-// inputs; they take 512 instead. Each matrix has memory of its own, so that a step reads from memory and not
-// from a cache. Runs alternate in pairs; printed are medians, and the median of the pairs' ratios. Ours
-// includes quantising the activations, once for each input. GB/s counts the weights read once; the share is
-// of the bandwidth at which the same threads read a large buffer.
+// inputs; they take 512 instead. Matrices of one input are one node of ours, as in the engine. Each matrix
+// has memory of its own, so that a step reads from memory and not from a cache. Runs alternate in pairs;
+// printed are medians, and the median of the pairs' ratios. Ours includes quantising the activations. GB/s
+// counts the weights read once; the share is of the rate at which the same threads read a large buffer in the
+// same round.
 //
 //   products_bench [--quick] [--threads N] [--target NAME] [--rounds N] [--format NAME,...] [--rows N,...]
 #include <algorithm>
@@ -15,6 +16,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <random>
 #include <string>
@@ -30,6 +32,7 @@
 #include "base/anonymous_memory.h"
 #include "base/check.h"
 #include "base/statistics.h"
+#include "model/graph_builder.h"
 #include "products/products.h"
 
 namespace dualdecoder {
@@ -145,14 +148,14 @@ class Rows {
 };
 
 /// The weights of a step in both forms.
-class Weights {
+class BothWeights {
  public:
-  Weights(const Format& of, const std::vector<Group>& groups, const Backend& backend) : format(of) {
+  BothWeights(const Format& of, const std::vector<Group>& groups_of, const Backend& backend) : format(of) {
     std::size_t count = 0;
-    for (const Group& group : groups) count += group.outputs.size();
+    for (const Group& group : groups_of) count += group.outputs.size();
     context_.reset(ggml_init(
         {.mem_size = (count + 8) * ggml_tensor_overhead(), .mem_buffer = nullptr, .no_alloc = true}));
-    for (const Group& group : groups) {
+    for (const Group& group : groups_of) {
       for (const std::uint32_t outputs : group.outputs) {
         packed.push_back({.format = format.format, .inputs = group.inputs, .outputs = outputs});
         theirs.push_back(ggml_new_tensor_2d(context_.get(), format.type, group.inputs, outputs));
@@ -162,8 +165,8 @@ class Weights {
     {
       const ggml_context_ptr probe(
           ggml_init({.mem_size = 4 * ggml_tensor_overhead(), .mem_buffer = nullptr, .no_alloc = true}));
-      ggml_tensor* weight = ggml_new_tensor_2d(probe.get(), format.type, groups[0].inputs, 576);
-      ggml_tensor* input = ggml_new_tensor_2d(probe.get(), GGML_TYPE_F32, groups[0].inputs, 512);
+      ggml_tensor* weight = ggml_new_tensor_2d(probe.get(), format.type, groups_of[0].inputs, 576);
+      ggml_tensor* input = ggml_new_tensor_2d(probe.get(), GGML_TYPE_F32, groups_of[0].inputs, 512);
       ggml_backend_buffer_type_t type = backend.buffer_type(ggml_mul_mat(probe.get(), weight, input));
       buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(context_.get(), type));
       buffer_name = ggml_backend_buft_name(type);
@@ -178,10 +181,16 @@ class Weights {
       packed[i].data = to;
       to += (packed[i].bytes() + 63) / 64 * 64;
     }
+    const PackedMatrix* next = packed.data();
+    for (const Group& members : groups_of) {
+      MatrixGroup& group = groups.emplace_back();
+      for (std::size_t i = 0; i < members.outputs.size(); ++i) group.packed.push_back(next++);
+    }
   }
 
   Format format;
   std::vector<PackedMatrix> packed;
+  std::vector<MatrixGroup> groups;  // of these
   std::vector<ggml_tensor*> theirs;
   std::size_t bytes = 0;
   std::string buffer_name;
@@ -195,24 +204,33 @@ class Weights {
 /// One step as a graph: every product of `rows` rows, all results kept.
 class Step {
  public:
-  Step(const Weights& weights, const std::vector<Group>& groups, std::uint32_t rows, bool ours,
+  Step(const BothWeights& weights, const std::vector<Group>& groups, std::uint32_t rows, bool ours,
        Backend& backend)
       : backend_(backend) {
-    const std::size_t nodes = 2 * weights.packed.size() + groups.size() + 8;
+    const std::size_t nodes = 2 * weights.packed.size() + 2 * groups.size() + 8;
     context_.reset(
         ggml_init({.mem_size = nodes * ggml_tensor_overhead() + ggml_graph_overhead_custom(nodes, false),
                    .mem_buffer = nullptr,
                    .no_alloc = true}));
     graph_ = ggml_new_graph_custom(context_.get(), nodes, false);
     std::vector<ggml_tensor*> inputs;
-    for (std::size_t g = 0, m = 0; g < groups.size(); ++g) {
+    const Hyperparameters none;
+    GraphBuilder builder(context_.get(), none, nullptr, false, products_);
+    std::size_t m = 0;
+    for (std::size_t g = 0; g < groups.size(); ++g) {
       ggml_tensor* input = ggml_new_tensor_2d(context_.get(), GGML_TYPE_F32, groups[g].inputs, rows);
       inputs.push_back(input);
-      ggml_tensor* activations = ours ? quantised(input) : input;
-      for (std::size_t i = 0; i < groups[g].outputs.size(); ++i, ++m) {
-        results.push_back(ours ? product(weights.packed[m], activations)
-                               : ggml_mul_mat(context_.get(), weights.theirs[m], activations));
-        ggml_build_forward_expand(graph_, results.back());
+      const std::size_t count = groups[g].outputs.size();
+      if (ours) {
+        for (ggml_tensor* result : builder.products(weights.groups[g], input)) results.push_back(result);
+      } else {
+        for (std::size_t i = m; i < m + count; ++i) {
+          results.push_back(ggml_mul_mat(context_.get(), weights.theirs[i], input));
+        }
+      }
+      m += count;
+      for (std::size_t i = results.size() - count; i < results.size(); ++i) {
+        ggml_build_forward_expand(graph_, results[i]);
       }
     }
     buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(context_.get(), ggml_backend_cpu_buffer_type()));
@@ -228,69 +246,47 @@ class Step {
   std::vector<ggml_tensor*> results;
 
  private:
-  ggml_tensor* quantised(ggml_tensor* input) {
-    const auto row_bytes =
-        static_cast<std::int64_t>(activation_bytes(static_cast<std::size_t>(input->ne[0])));
-    return ggml_custom_4d(
-        context_.get(), GGML_TYPE_I8, row_bytes, input->ne[1], 1, 1, &input, 1,
-        [](ggml_tensor* to, int thread, int threads, void*) {
-          const std::int64_t blocks = ggml_nelements(to->src[0]) / kBlockInputs;
-          const std::int64_t first = blocks * thread / threads;
-          const std::int64_t last = blocks * (thread + 1) / threads;
-          quantise_activations(static_cast<const float*>(to->src[0]->data) + first * kBlockInputs,
-                               static_cast<std::size_t>(last - first),
-                               static_cast<ActivationBlock*>(to->data) + first);
-        },
-        GGML_N_TASKS_MAX, nullptr);
-  }
-  ggml_tensor* product(const PackedMatrix& matrix, ggml_tensor* activations) {
-    return ggml_custom_4d(
-        context_.get(), GGML_TYPE_F32, matrix.outputs, activations->ne[1], 1, 1, &activations, 1,
-        [](ggml_tensor* to, int thread, int threads, void* packed) {
-          multiply(*static_cast<const PackedMatrix*>(packed),
-                   static_cast<const ActivationBlock*>(to->src[0]->data),
-                   static_cast<std::uint32_t>(to->ne[1]), static_cast<std::uint32_t>(thread),
-                   static_cast<std::uint32_t>(threads), static_cast<float*>(to->data));
-        },
-        GGML_N_TASKS_MAX, const_cast<PackedMatrix*>(&matrix));
-  }
-
   Backend& backend_;
   ggml_context_ptr context_;
   ggml_backend_buffer_ptr buffer_;
   ggml_cgraph* graph_ = nullptr;
+  std::deque<PackedProduct> products_;
 };
 
-/// GB/s at which all threads together read a buffer larger than the caches.
-double read_bandwidth(Backend& backend, bool quick) {
-  const std::size_t bytes = std::size_t{quick ? 4u : 512u} << 20;
-  AnonymousMemory memory = AnonymousMemory::map(bytes);
-  DD_CHECK(memory.data() != nullptr);
-  std::memset(memory.data(), 1, bytes);
-  const ggml_context_ptr context(
-      ggml_init({.mem_size = std::size_t{1} << 20, .mem_buffer = nullptr, .no_alloc = false}));
-  ggml_tensor* node = ggml_custom_4d(
-      context.get(), GGML_TYPE_I64, 64, 1, 1, 1, nullptr, 0,
-      [](ggml_tensor* to, int thread, int threads, void* user) {
-        const AnonymousMemory& from = *static_cast<const AnonymousMemory*>(user);
-        const std::size_t words = from.bytes() / 8 / static_cast<std::size_t>(threads);
-        const auto* first =
-            reinterpret_cast<const std::uint64_t*>(from.data()) + words * static_cast<std::size_t>(thread);
-        std::uint64_t sums[8] = {};
-        for (std::size_t i = 0; i + 8 <= words; i += 8) {
-          for (std::size_t k = 0; k < 8; ++k) sums[k] += first[i + k];
-        }
-        for (const std::uint64_t sum : sums) static_cast<std::uint64_t*>(to->data)[thread % 64] += sum;
-      },
-      GGML_N_TASKS_MAX, &memory);
-  ggml_cgraph* graph = ggml_new_graph(context.get());
-  ggml_build_forward_expand(graph, node);
-  std::vector<double> rates;
-  for (int round = 0; round < (quick ? 2 : 9); ++round) {
-    rates.push_back(static_cast<double>(bytes) / seconds([&] { backend.compute(graph); }) / 1e9);
+/// All threads together read a buffer larger than the caches, of 512 MiB.
+class Reading {
+ public:
+  Reading(Backend& backend, bool quick) : backend_(backend) {
+    memory_ = AnonymousMemory::map(std::size_t{quick ? 4u : 512u} << 20);
+    DD_CHECK(memory_.data() != nullptr);
+    std::memset(memory_.data(), 1, memory_.bytes());
+    context_.reset(ggml_init({.mem_size = std::size_t{1} << 20, .mem_buffer = nullptr, .no_alloc = false}));
+    ggml_tensor* node = ggml_custom_4d(context_.get(), GGML_TYPE_I64, 64, 1, 1, 1, nullptr, 0, read_part,
+                                       GGML_N_TASKS_MAX, &memory_);
+    graph_ = ggml_new_graph(context_.get());
+    ggml_build_forward_expand(graph_, node);
   }
-  return median(rates);
-}
+  void run() { backend_.compute(graph_); }
+  std::size_t bytes() const { return memory_.bytes(); }
+
+ private:
+  static void read_part(ggml_tensor* to, int thread, int threads, void* user) {
+    const AnonymousMemory& from = *static_cast<const AnonymousMemory*>(user);
+    const std::size_t words = from.bytes() / 8 / static_cast<std::size_t>(threads);
+    const auto* first =
+        reinterpret_cast<const std::uint64_t*>(from.data()) + words * static_cast<std::size_t>(thread);
+    std::uint64_t sums[8] = {};
+    for (std::size_t i = 0; i + 8 <= words; i += 8) {
+      for (std::size_t k = 0; k < 8; ++k) sums[k] += first[i + k];
+    }
+    for (const std::uint64_t sum : sums) static_cast<std::uint64_t*>(to->data)[thread % 64] += sum;
+  }
+
+  Backend& backend_;
+  AnonymousMemory memory_;
+  ggml_context_ptr context_;
+  ggml_cgraph* graph_ = nullptr;
+};
 
 /// The largest difference of the two, as a share of the largest result.
 double difference(const Step& ours, const Step& theirs) {
@@ -310,9 +306,9 @@ double difference(const Step& ours, const Step& theirs) {
 }
 
 /// Prints a line for each number of rows; false if the two disagree.
-bool compare(const Format& format, const Options& options, double bandwidth, Backend& backend) {
+bool compare(const Format& format, const Options& options, Reading& reading, Backend& backend) {
   const std::vector<Group> groups = step_groups(format, options.quick);
-  const Weights weights(format, groups, backend);
+  const BothWeights weights(format, groups, backend);
   bool agree = true;
   double one_row = 0.0;
   for (const std::uint32_t rows : options.rows) {
@@ -323,11 +319,15 @@ bool compare(const Format& format, const Options& options, double bandwidth, Bac
     std::vector<double> our_ms;
     std::vector<double> their_ms;
     std::vector<double> ratios;
+    std::vector<double> shares;  // of the rate at which memory is read in the same round
     const std::uint32_t rounds = rows > 64 ? std::min(options.rounds, 5u) : options.rounds;
     for (std::uint32_t round = 0; round < rounds; ++round) {
       their_ms.push_back(1e3 * seconds([&] { theirs.run(); }));
       our_ms.push_back(1e3 * seconds([&] { ours.run(); }));
       ratios.push_back(their_ms.back() / our_ms.back());
+      const double read_ms = 1e3 * seconds([&] { reading.run(); });
+      shares.push_back(static_cast<double>(weights.bytes) / static_cast<double>(reading.bytes()) * read_ms /
+                       our_ms.back());
     }
     const double ms = median(our_ms);
     if (rows == 1) one_row = ms;
@@ -336,7 +336,7 @@ bool compare(const Format& format, const Options& options, double bandwidth, Bac
     agree = agree && apart < 0.02;
     std::printf("%-5s %5u %9.3f %9.3f %7.2f %8.2f %7.1f %6.0f%% %11.1e  %s\n", format.name, rows,
                 median(their_ms), ms, median(ratios), one_row > 0.0 ? ms / one_row : 0.0, rate,
-                100.0 * rate / bandwidth, apart, weights.buffer_name.c_str());
+                100.0 * median(shares), apart, weights.buffer_name.c_str());
     std::fflush(stdout);
   }
   return agree;
@@ -345,9 +345,9 @@ bool compare(const Format& format, const Options& options, double bandwidth, Bac
 int run(const Options& options) {
   force_product_target(options.target);
   Backend backend(options.threads);
-  const double bandwidth = read_bandwidth(backend, options.quick);
-  std::printf("%u threads, %s, medians of %u pairs; reading alone: %.1f GB/s\n", options.threads,
-              options.target.c_str(), options.rounds, bandwidth);
+  Reading reading(backend, options.quick);
+  std::printf("%u threads, %s, medians of %u pairs\n", options.threads, options.target.c_str(),
+              options.rounds);
   std::printf(
       "format  rows   ggml ms   ours ms   ratio  to 1 row   GB/s   share  difference  ggml's buffer\n");
   bool agree = true;
@@ -356,7 +356,7 @@ int run(const Options& options) {
         std::ranges::find(options.formats, format.name) == options.formats.end()) {
       continue;
     }
-    agree = compare(format, options, bandwidth, backend) && agree;
+    agree = compare(format, options, reading, backend) && agree;
   }
   if (!agree) std::fprintf(stderr, "the two disagree by more than 2 %%\n");
   return agree ? EXIT_SUCCESS : EXIT_FAILURE;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 
 #include <ggml-alloc.h>
 #include <ggml-cpu.h>
@@ -24,7 +25,8 @@ ggml_tensor* storage_of(ggml_tensor* tensor) {
 
 }  // namespace
 
-// The fixed places in one buffer. `x` twice: a layer reads one and writes the other.
+// The fixed places in one buffer. `x` twice: a layer reads one and writes the other. Behind V there is room
+// for what may be computed as one product with it, K and Q before their rotation.
 struct Forward::Places {
   ggml_backend_buffer_ptr buffer;
   std::byte* x[2] = {};              // f32 [rows_max, embedding]
@@ -44,7 +46,8 @@ struct Forward::Places {
 
   void put(ggml_tensor* tensor, std::byte* place) const {
     ggml_tensor* storage = storage_of(tensor);
-    DD_CHECK(ggml_is_contiguous(storage) && storage->data == nullptr, "{}", storage->name);
+    DD_CHECK(ggml_is_contiguous(storage) && storage->data == nullptr && tensor->view_offs == 0, "{}",
+             storage->name);
     const ggml_status status = ggml_backend_tensor_alloc(buffer.get(), storage, place);
     DD_CHECK(status == GGML_STATUS_SUCCESS);
   }
@@ -66,7 +69,7 @@ std::unique_ptr<Forward::Places> Forward::Places::allocate(ggml_backend_buffer_t
   reserve(places->q, rows * shape.query_width());
   if (options.next_query) reserve(places->q_next, rows * shape.query_width());
   reserve(places->k, rows * shape.kv_width());
-  reserve(places->v, rows * shape.kv_width());
+  reserve(places->v, rows * (shape.query_width() + 2 * shape.kv_width()));
   reserve(places->attention, rows * shape.query_width());
   reserve(places->tokens, rows);
   reserve(places->positions, rows);
@@ -82,6 +85,7 @@ std::unique_ptr<Forward::Places> Forward::Places::allocate(ggml_backend_buffer_t
 struct Forward::Graphs {
   std::uint32_t rows = 0;
   std::uint32_t outputs = 0;
+  std::deque<PackedProduct> products;  // of their nodes
   ggml_context_ptr context;
   ggml_tensor* tokens = nullptr;
   ggml_tensor* positions = nullptr;
@@ -330,7 +334,7 @@ std::unique_ptr<Forward::Graphs> Forward::build(std::uint32_t rows, std::uint32_
 
 // Rows of the embedding table, which is mapped: looked up on the CPU.
 void Forward::build_embedding(Graphs& graphs) {
-  GraphBuilder builder(graphs.context.get(), model_.hyperparameters(), nullptr, false);
+  GraphBuilder builder(graphs.context.get(), model_.hyperparameters(), nullptr, false, graphs.products);
   ggml_tensor* x = model_.architecture().embed(builder, graphs.tokens);
   mirror_->put(x, mirror_->x[0]);
   graphs.embedding = ggml_new_graph_custom(graphs.context.get(), kGraphNodesMax, false);
@@ -340,7 +344,8 @@ void Forward::build_embedding(Graphs& graphs) {
 void Forward::build_layer(Graphs& graphs, LayerIndex layer) {
   const Architecture& architecture = model_.architecture();
   const bool invariant = options_.batch_invariant && graphs.rows <= kInvariantRowsMax;
-  GraphBuilder builder(graphs.context.get(), model_.hyperparameters(), graphs.positions, invariant);
+  GraphBuilder builder(graphs.context.get(), model_.hyperparameters(), graphs.positions, invariant,
+                       graphs.products);
   const std::uint32_t out = layer.value % 2;
   ggml_tensor* x = graphs.x[0];
   if (layer.value > 0) {
@@ -370,7 +375,7 @@ void Forward::build_layer(Graphs& graphs, LayerIndex layer) {
 void Forward::build_logits(Graphs& graphs) {
   const Hyperparameters& shape = model_.hyperparameters();
   const bool invariant = options_.batch_invariant && graphs.outputs <= kInvariantRowsMax;
-  GraphBuilder builder(graphs.context.get(), shape, graphs.positions, invariant);
+  GraphBuilder builder(graphs.context.get(), shape, graphs.positions, invariant, graphs.products);
   const LayerIndex last(shape.layers - 1);
   ggml_tensor* attention = graphs.attention;
   ggml_tensor* x = graphs.x[last.value % 2];

@@ -1,6 +1,7 @@
 #include "model/model.h"
 
 #include <algorithm>
+#include <future>
 #include <span>
 
 #include "base/hash.h"
@@ -29,14 +30,15 @@ Result<std::unique_ptr<Model>> Model::load(const std::string& path,
     return std::unexpected(status.error());
   }
 
-  // The vocabulary first: it is quick and refuses bad files before any weight is touched.
-  auto vocabulary = Vocabulary::load(*model->file_);
-  if (!vocabulary) return std::unexpected(vocabulary.error());
-  model->vocabulary_ = std::move(*vocabulary);
-
+  // For a small model the vocabulary takes longer than the weights: both at once.
+  auto vocabulary = std::async(std::launch::async, [&] { return Vocabulary::load(*model->file_); });
   model->weights_ = std::make_unique<Weights>(*model->file_, device);
   model->architecture_->bind(*model->weights_, model->hyperparameters_);
-  if (Status status = model->weights_->load(progress); !status) return std::unexpected(status.error());
+  const Status weights = model->weights_->load(progress);
+  auto loaded = vocabulary.get();
+  if (!loaded) return std::unexpected(loaded.error());
+  if (!weights) return std::unexpected(weights.error());
+  model->vocabulary_ = std::move(*loaded);
   return model;
 }
 

@@ -105,6 +105,16 @@ const Matrix* Weights::product_or(const std::string& name, const std::string& fa
   return product(file_.find_tensor(name) != nullptr ? name : fallback, inputs, outputs);
 }
 
+const MatrixGroup* Weights::group(std::vector<const Matrix*> matrices) {
+  MatrixGroup& group = groups_.emplace_back();
+  group.matrices = std::move(matrices);
+  const auto is_packed = [](const Matrix* matrix) { return matrix != nullptr && matrix->tensor == nullptr; };
+  if (std::ranges::all_of(group.matrices, is_packed)) {
+    for (const Matrix* matrix : group.matrices) group.packed.push_back(&matrix->packed);
+  }
+  return &group;
+}
+
 ggml_tensor* Weights::table(const std::string& name, std::int64_t width, std::int64_t rows) {
   return record(name, {width, rows}, Role::kTable);
 }

@@ -38,6 +38,12 @@ struct Matrix {
   PackedMatrix packed;            // its data is null until load()
 };
 
+/// Matrices that multiply the same input, as one product.
+struct MatrixGroup {
+  std::vector<const Matrix*> matrices;
+  std::vector<const PackedMatrix*> packed;  // of each; empty unless all are packed
+};
+
 class Weights {
  public:
   explicit Weights(const GgufFile& file, const Device& device = {});
@@ -47,6 +53,8 @@ class Weights {
   /// The same matrix under a second role: `name` if the file has it, otherwise `fallback` (tied embeddings).
   const Matrix* product_or(const std::string& name, const std::string& fallback, std::int64_t inputs,
                            std::int64_t outputs);
+  /// Matrices of the same inputs. Owned by the weights.
+  const MatrixGroup* group(std::vector<const Matrix*> matrices);
   /// A table of which single rows are read.
   ggml_tensor* table(const std::string& name, std::int64_t width, std::int64_t rows);
   /// A norm's scale or a bias.
@@ -91,6 +99,7 @@ class Weights {
   std::vector<ggml_backend_buffer_type_t> extra_types_;
   std::vector<std::unique_ptr<Pool>> pools_;
   std::deque<Matrix> matrices_;
+  std::deque<MatrixGroup> groups_;
   std::vector<std::pair<PackedMatrix*, const GgufTensor*>> packed_;
   AnonymousMemory packed_memory_;
   Status first_error_;

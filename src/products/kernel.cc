@@ -635,13 +635,43 @@ void quantise_activations(const float* from, std::size_t blocks, ActivationBlock
   targets().current().quantise(from, blocks, to);
 }
 
-void multiply(const PackedMatrix& matrix, const ActivationBlock* x, std::uint32_t rows, std::uint32_t part,
-              std::uint32_t parts, float* out) {
+namespace {
+
+struct PanelRange {
+  std::uint32_t first;
+  std::uint32_t last;
+};
+
+PanelRange share(std::uint64_t panels, std::uint32_t part, std::uint32_t parts) {
   DD_CHECK(part < parts, "part {} of {}", part, parts);
-  const std::uint64_t panels = matrix.panels();
-  const auto first = static_cast<std::uint32_t>(panels * part / parts);
-  const auto last = static_cast<std::uint32_t>(panels * (part + 1) / parts);
-  targets().current().multiply(matrix, x, rows, first, last, out);
+  return {static_cast<std::uint32_t>(panels * part / parts),
+          static_cast<std::uint32_t>(panels * (part + 1) / parts)};
+}
+
+}  // namespace
+
+void multiply(std::span<const PackedMatrix* const> matrices, const ActivationBlock* x, std::uint32_t rows,
+              std::uint32_t part, std::uint32_t parts, float* out) {
+  std::uint64_t panels = 0;
+  for (const PackedMatrix* matrix : matrices) panels += matrix->panels();
+  PanelRange left = share(panels, part, parts);  // counted from the first panel of the matrix
+  for (const PackedMatrix* matrix : matrices) {
+    const PanelRange own{std::min(left.first, matrix->panels()), std::min(left.last, matrix->panels())};
+    if (own.first < own.last) targets().current().multiply(*matrix, x, rows, own.first, own.last, out);
+    left = {left.first - own.first, left.last - own.last};
+    out += std::size_t{rows} * matrix->outputs;
+  }
+}
+
+void multiply_add(const PackedMatrix& matrix, const ActivationBlock* x, std::uint32_t rows,
+                  const float* addend, std::size_t addend_stride, std::uint32_t part, std::uint32_t parts,
+                  float* out) {
+  const PanelRange own = share(matrix.panels(), part, parts);
+  targets().current().multiply(matrix, x, rows, own.first, own.last, out);
+  const std::size_t last = std::min<std::size_t>(std::size_t{own.last} * kPanelOutputs, matrix.outputs);
+  for (std::size_t row = 0; row < rows; ++row, out += matrix.outputs, addend += addend_stride) {
+    for (std::size_t i = std::size_t{own.first} * kPanelOutputs; i < last; ++i) out[i] += addend[i];
+  }
 }
 
 }  // namespace dualdecoder

@@ -16,6 +16,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -75,10 +76,14 @@ constexpr std::size_t activation_bytes(std::size_t inputs) {
 /// Quantises `blocks` times 32 values.
 void quantise_activations(const float* from, std::size_t blocks, ActivationBlock* to);
 
-/// Part `part` of `parts` of out [rows, outputs] = x [rows, inputs] times the matrix. All parts together
-/// compute the product.
-void multiply(const PackedMatrix& matrix, const ActivationBlock* x, std::uint32_t rows, std::uint32_t part,
-              std::uint32_t parts, float* out);
+/// Part `part` of `parts` of the products of x [rows, inputs] with matrices of these inputs: [rows, outputs]
+/// of each, one after the other in `out`. All parts together compute them.
+void multiply(std::span<const PackedMatrix* const> matrices, const ActivationBlock* x, std::uint32_t rows,
+              std::uint32_t part, std::uint32_t parts, float* out);
+/// The same of one matrix, plus `addend`, whose rows are `addend_stride` floats apart: 0 for a bias.
+void multiply_add(const PackedMatrix& matrix, const ActivationBlock* x, std::uint32_t rows,
+                  const float* addend, std::size_t addend_stride, std::uint32_t part, std::uint32_t parts,
+                  float* out);
 
 /// Names of the instruction sets compiled in that this machine can run, best first.
 std::vector<std::string> product_targets();

@@ -97,7 +97,8 @@ std::vector<ActivationBlock> quantised(const std::vector<float>& x) {
 std::vector<float> product(const PackedMatrix& matrix, const ActivationBlock* x, std::uint32_t rows,
                            std::uint32_t parts = 1) {
   std::vector<float> out(std::size_t{rows} * matrix.outputs, std::nanf(""));
-  for (std::uint32_t part = 0; part < parts; ++part) multiply(matrix, x, rows, part, parts, out.data());
+  const PackedMatrix* const one = &matrix;
+  for (std::uint32_t part = 0; part < parts; ++part) multiply({&one, 1}, x, rows, part, parts, out.data());
   return out;
 }
 
@@ -299,6 +300,49 @@ TEST_F(EveryTarget, GivesARowTheSameBitsInAnyCompanyAndDivision) {
           ASSERT_TRUE(std::equal(together.begin(), together.end(), alone.begin()))
               << target << " " << ggml_type_name(format.type) << ", " << rows << " rows, " << parts
               << " parts";
+        }
+      }
+    }
+  }
+}
+
+TEST_F(EveryTarget, GivesMatricesOfOneInputTheSameBitsTogether) {
+  const Matrix matrices[] = {Matrix(kFormats[0], 768, 133), Matrix(kFormats[7], 768, 16),
+                             Matrix(kFormats[5], 768, 50)};
+  const std::vector<const PackedMatrix*> group{&matrices[0].packed, &matrices[1].packed, &matrices[2].packed};
+  for (const std::uint32_t rows : {1u, 2u, 13u}) {
+    const std::vector<ActivationBlock> x = quantised(activations(768, rows, kSeed));
+    std::vector<float> alone;
+    for (const Matrix& matrix : matrices) {
+      const std::vector<float> one = product(matrix.packed, x.data(), rows);
+      alone.insert(alone.end(), one.begin(), one.end());
+    }
+    for (const std::uint32_t parts : {1u, 2u, 3u, 40u}) {
+      std::vector<float> together(alone.size(), std::nanf(""));
+      for (std::uint32_t part = 0; part < parts; ++part) {
+        multiply(group, x.data(), rows, part, parts, together.data());
+      }
+      ASSERT_EQ(together, alone) << rows << " rows, " << parts << " parts";
+    }
+  }
+}
+
+TEST_F(EveryTarget, AddsRowsOrABiasToTheProduct) {
+  constexpr std::uint32_t kRows = 5;
+  const Matrix matrix(kFormats[0], 256, 133);
+  const std::vector<ActivationBlock> x = quantised(activations(256, kRows, kSeed));
+  const std::vector<float> alone = product(matrix.packed, x.data(), kRows);
+  const std::vector<float> addend = activations(133, kRows, kSeed + 1);
+  for (const std::size_t stride : {std::size_t{0}, std::size_t{133}}) {
+    for (const std::uint32_t parts : {1u, 2u, 3u, 40u}) {
+      std::vector<float> sum(alone.size(), std::nanf(""));
+      for (std::uint32_t part = 0; part < parts; ++part) {
+        multiply_add(matrix.packed, x.data(), kRows, addend.data(), stride, part, parts, sum.data());
+      }
+      for (std::size_t row = 0; row < kRows; ++row) {
+        for (std::size_t i = 0; i < 133; ++i) {
+          ASSERT_EQ(sum[row * 133 + i], alone[row * 133 + i] + addend[row * stride + i])
+              << parts << " parts, stride " << stride << ", row " << row << ", output " << i;
         }
       }
     }

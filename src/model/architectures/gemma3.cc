@@ -38,16 +38,18 @@ class Gemma3 final : public Architecture {
       const std::string prefix = fmt::format("blk.{}.", i);
       Layer layer;
       layer.attention_norm = weights.vector(prefix + "attn_norm.weight", model.embedding);
-      layer.q = weights.product(prefix + "attn_q.weight", model.embedding, model.query_width());
-      layer.k = weights.product(prefix + "attn_k.weight", model.embedding, model.kv_width());
-      layer.v = weights.product(prefix + "attn_v.weight", model.embedding, model.kv_width());
+      layer.vqk =
+          weights.group({weights.product(prefix + "attn_v.weight", model.embedding, model.kv_width()),
+                         weights.product(prefix + "attn_q.weight", model.embedding, model.query_width()),
+                         weights.product(prefix + "attn_k.weight", model.embedding, model.kv_width())});
       layer.q_norm = weights.vector(prefix + "attn_q_norm.weight", model.head_dim);
       layer.k_norm = weights.vector(prefix + "attn_k_norm.weight", model.head_dim);
       layer.output = weights.product(prefix + "attn_output.weight", model.query_width(), model.embedding);
       layer.attention_post_norm = weights.vector(prefix + "post_attention_norm.weight", model.embedding);
       layer.ffn_norm = weights.vector(prefix + "ffn_norm.weight", model.embedding);
-      layer.gate = weights.product(prefix + "ffn_gate.weight", model.embedding, model.feed_forward);
-      layer.up = weights.product(prefix + "ffn_up.weight", model.embedding, model.feed_forward);
+      layer.gate_up =
+          weights.group({weights.product(prefix + "ffn_gate.weight", model.embedding, model.feed_forward),
+                         weights.product(prefix + "ffn_up.weight", model.embedding, model.feed_forward)});
       layer.down = weights.product(prefix + "ffn_down.weight", model.feed_forward, model.embedding);
       layer.ffn_post_norm = weights.vector(prefix + "post_ffw_norm.weight", model.embedding);
       layers_.push_back(layer);
@@ -66,9 +68,10 @@ class Gemma3 final : public Architecture {
   Projection project(GraphBuilder& graph, LayerIndex index, ggml_tensor* x) const override {
     const Layer& layer = layers_[index.value];
     x = graph.rms_norm(x, layer.attention_norm);
-    ggml_tensor* q = graph.rms_norm(graph.split_heads(graph.product(layer.q, x), heads_), layer.q_norm);
-    ggml_tensor* k = graph.rms_norm(graph.split_heads(graph.product(layer.k, x), kv_heads_), layer.k_norm);
-    ggml_tensor* v = graph.split_heads(graph.product(layer.v, x), kv_heads_);
+    const auto vqk = graph.products(*layer.vqk, x);
+    ggml_tensor* v = graph.split_heads(vqk[0], kv_heads_);
+    ggml_tensor* q = graph.rms_norm(graph.split_heads(vqk[1], heads_), layer.q_norm);
+    ggml_tensor* k = graph.rms_norm(graph.split_heads(vqk[2], kv_heads_), layer.k_norm);
     return {graph.rotary(q, index, nullptr), graph.rotary(k, index, nullptr), v};
   }
 
@@ -77,7 +80,8 @@ class Gemma3 final : public Architecture {
     const Layer& layer = layers_[index.value];
     x = graph.add(graph.rms_norm(graph.product(layer.output, attention), layer.attention_post_norm), x);
     ggml_tensor* y = graph.rms_norm(x, layer.ffn_norm);
-    y = ggml_geglu_split(graph.context(), graph.product(layer.gate, y), graph.product(layer.up, y));
+    const auto gate_up = graph.products(*layer.gate_up, y);
+    y = ggml_geglu_split(graph.context(), gate_up[0], gate_up[1]);
     return graph.add(graph.rms_norm(graph.product(layer.down, y), layer.ffn_post_norm), x);
   }
 
@@ -91,7 +95,8 @@ class Gemma3 final : public Architecture {
  private:
   struct Layer {
     ggml_tensor *attention_norm, *q_norm, *k_norm, *attention_post_norm, *ffn_norm, *ffn_post_norm;
-    const Matrix *q, *k, *v, *output, *gate, *up, *down;
+    const MatrixGroup *vqk, *gate_up;
+    const Matrix *output, *down;
   };
 
   // The pattern key is either one number n (every n-th layer sees everything) or a list, one entry a layer.

@@ -27,17 +27,19 @@ class Llama final : public Architecture {
       const std::string prefix = fmt::format("blk.{}.", i);
       Layer layer;
       layer.attention_norm = weights.vector(prefix + "attn_norm.weight", model.embedding);
-      layer.q = weights.product(prefix + "attn_q.weight", model.embedding, model.query_width());
-      layer.k = weights.product(prefix + "attn_k.weight", model.embedding, model.kv_width());
-      layer.v = weights.product(prefix + "attn_v.weight", model.embedding, model.kv_width());
+      layer.vqk =
+          weights.group({weights.product(prefix + "attn_v.weight", model.embedding, model.kv_width()),
+                         weights.product(prefix + "attn_q.weight", model.embedding, model.query_width()),
+                         weights.product(prefix + "attn_k.weight", model.embedding, model.kv_width())});
       layer.q_bias = weights.optional_vector(prefix + "attn_q.bias", model.query_width());
       layer.k_bias = weights.optional_vector(prefix + "attn_k.bias", model.kv_width());
       layer.v_bias = weights.optional_vector(prefix + "attn_v.bias", model.kv_width());
       layer.output = weights.product(prefix + "attn_output.weight", model.query_width(), model.embedding);
       layer.output_bias = weights.optional_vector(prefix + "attn_output.bias", model.embedding);
       layer.ffn_norm = weights.vector(prefix + "ffn_norm.weight", model.embedding);
-      layer.gate = weights.product(prefix + "ffn_gate.weight", model.embedding, model.feed_forward);
-      layer.up = weights.product(prefix + "ffn_up.weight", model.embedding, model.feed_forward);
+      layer.gate_up =
+          weights.group({weights.product(prefix + "ffn_gate.weight", model.embedding, model.feed_forward),
+                         weights.product(prefix + "ffn_up.weight", model.embedding, model.feed_forward)});
       layer.down = weights.product(prefix + "ffn_down.weight", model.feed_forward, model.embedding);
       layer.gate_bias = weights.optional_vector(prefix + "ffn_gate.bias", model.feed_forward);
       layer.up_bias = weights.optional_vector(prefix + "ffn_up.bias", model.feed_forward);
@@ -55,9 +57,10 @@ class Llama final : public Architecture {
   Projection project(GraphBuilder& graph, LayerIndex index, ggml_tensor* x) const override {
     const Layer& layer = layers_[index.value];
     x = graph.rms_norm(x, layer.attention_norm);
-    ggml_tensor* q = graph.split_heads(graph.product(layer.q, layer.q_bias, x), heads_);
-    ggml_tensor* k = graph.split_heads(graph.product(layer.k, layer.k_bias, x), kv_heads_);
-    ggml_tensor* v = graph.split_heads(graph.product(layer.v, layer.v_bias, x), kv_heads_);
+    const auto vqk = graph.products(*layer.vqk, x);
+    ggml_tensor* v = graph.split_heads(graph.biased(vqk[0], layer.v_bias), kv_heads_);
+    ggml_tensor* q = graph.split_heads(graph.biased(vqk[1], layer.q_bias), heads_);
+    ggml_tensor* k = graph.split_heads(graph.biased(vqk[2], layer.k_bias), kv_heads_);
     return {graph.rotary(q, index, rotary_factors_), graph.rotary(k, index, rotary_factors_), v};
   }
 
@@ -66,8 +69,9 @@ class Llama final : public Architecture {
     const Layer& layer = layers_[index.value];
     x = graph.add(graph.product(layer.output, layer.output_bias, attention), x);
     ggml_tensor* y = graph.rms_norm(x, layer.ffn_norm);
-    ggml_tensor* gate = graph.product(layer.gate, layer.gate_bias, y);
-    ggml_tensor* up = graph.product(layer.up, layer.up_bias, y);
+    const auto gate_up = graph.products(*layer.gate_up, y);
+    ggml_tensor* gate = graph.biased(gate_up[0], layer.gate_bias);
+    ggml_tensor* up = graph.biased(gate_up[1], layer.up_bias);
     y = ggml_swiglu_split(graph.context(), gate, up);
     return graph.add(graph.product(layer.down, layer.down_bias, y), x);
   }
@@ -80,7 +84,8 @@ class Llama final : public Architecture {
   struct Layer {
     ggml_tensor *attention_norm, *q_bias, *k_bias, *v_bias, *output_bias;
     ggml_tensor *ffn_norm, *gate_bias, *up_bias, *down_bias;
-    const Matrix *q, *k, *v, *output, *gate, *up, *down;
+    const MatrixGroup *vqk, *gate_up;
+    const Matrix *output, *down;
   };
   ggml_tensor* token_embedding_ = nullptr;
   ggml_tensor* output_norm_ = nullptr;

@@ -28,9 +28,10 @@ class Qwen final : public Architecture {
       const std::string prefix = fmt::format("blk.{}.", i);
       Layer layer;
       layer.attention_norm = weights.vector(prefix + "attn_norm.weight", model.embedding);
-      layer.q = weights.product(prefix + "attn_q.weight", model.embedding, model.query_width());
-      layer.k = weights.product(prefix + "attn_k.weight", model.embedding, model.kv_width());
-      layer.v = weights.product(prefix + "attn_v.weight", model.embedding, model.kv_width());
+      layer.vqk =
+          weights.group({weights.product(prefix + "attn_v.weight", model.embedding, model.kv_width()),
+                         weights.product(prefix + "attn_q.weight", model.embedding, model.query_width()),
+                         weights.product(prefix + "attn_k.weight", model.embedding, model.kv_width())});
       layer.q_bias = weights.optional_vector(prefix + "attn_q.bias", model.query_width());
       layer.k_bias = weights.optional_vector(prefix + "attn_k.bias", model.kv_width());
       layer.v_bias = weights.optional_vector(prefix + "attn_v.bias", model.kv_width());
@@ -40,8 +41,9 @@ class Qwen final : public Architecture {
       }
       layer.output = weights.product(prefix + "attn_output.weight", model.query_width(), model.embedding);
       layer.ffn_norm = weights.vector(prefix + "ffn_norm.weight", model.embedding);
-      layer.gate = weights.product(prefix + "ffn_gate.weight", model.embedding, model.feed_forward);
-      layer.up = weights.product(prefix + "ffn_up.weight", model.embedding, model.feed_forward);
+      layer.gate_up =
+          weights.group({weights.product(prefix + "ffn_gate.weight", model.embedding, model.feed_forward),
+                         weights.product(prefix + "ffn_up.weight", model.embedding, model.feed_forward)});
       layer.down = weights.product(prefix + "ffn_down.weight", model.feed_forward, model.embedding);
       layers_.push_back(layer);
     }
@@ -56,9 +58,10 @@ class Qwen final : public Architecture {
   Projection project(GraphBuilder& graph, LayerIndex index, ggml_tensor* x) const override {
     const Layer& layer = layers_[index.value];
     x = graph.rms_norm(x, layer.attention_norm);
-    ggml_tensor* q = graph.split_heads(graph.product(layer.q, layer.q_bias, x), heads_);
-    ggml_tensor* k = graph.split_heads(graph.product(layer.k, layer.k_bias, x), kv_heads_);
-    ggml_tensor* v = graph.split_heads(graph.product(layer.v, layer.v_bias, x), kv_heads_);
+    const auto vqk = graph.products(*layer.vqk, x);
+    ggml_tensor* v = graph.split_heads(graph.biased(vqk[0], layer.v_bias), kv_heads_);
+    ggml_tensor* q = graph.split_heads(graph.biased(vqk[1], layer.q_bias), heads_);
+    ggml_tensor* k = graph.split_heads(graph.biased(vqk[2], layer.k_bias), kv_heads_);
     if (generation_ == Generation::kQwen3) {
       q = graph.rms_norm(q, layer.q_norm);
       k = graph.rms_norm(k, layer.k_norm);
@@ -71,7 +74,8 @@ class Qwen final : public Architecture {
     const Layer& layer = layers_[index.value];
     x = graph.add(graph.product(layer.output, attention), x);
     ggml_tensor* y = graph.rms_norm(x, layer.ffn_norm);
-    y = ggml_swiglu_split(graph.context(), graph.product(layer.gate, y), graph.product(layer.up, y));
+    const auto gate_up = graph.products(*layer.gate_up, y);
+    y = ggml_swiglu_split(graph.context(), gate_up[0], gate_up[1]);
     return graph.add(graph.product(layer.down, y), x);
   }
 
@@ -83,7 +87,8 @@ class Qwen final : public Architecture {
   struct Layer {
     ggml_tensor *attention_norm, *q_bias, *k_bias, *v_bias, *ffn_norm;
     ggml_tensor *q_norm = nullptr, *k_norm = nullptr;
-    const Matrix *q, *k, *v, *output, *gate, *up, *down;
+    const MatrixGroup *vqk, *gate_up;
+    const Matrix *output, *down;
   };
   Generation generation_;
   ggml_tensor* token_embedding_ = nullptr;
