@@ -11,7 +11,7 @@ build/asan/build.ninja build/tsan/build.ninja build/fuzz/build.ninja: WERROR := 
 SOURCES = git ls-files -z --cached --others --exclude-standard -- '*.h' '*.cc'
 CLANG_FORMAT = xargs -0r clang-format-14
 
-.PHONY: help setup model models build demo serve test test-long test-asan test-tsan fuzz bench format format-check clean
+.PHONY: help setup model models build build-cuda demo serve test test-long test-asan test-tsan fuzz bench format format-check clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ build/release/build.ninja build/asan/build.ninja build/tsan/build.ninja build/fu
 
 build: build/release/build.ninja ## build/release/dualdecoder
 	@cmake --build --preset release
+
+build-cuda: setup ## build/cuda/dualdecoder, with ggml's CUDA backend, half an hour: CUDA_ARCHITECTURE=90a
+	@tools/build_cuda.sh
 
 # The KV of a full context takes 180 MiB; an eighth of it is near, the rest in a file.
 demo: build $(SMOLLM2) ## One question about a long document, answered: DEMO_QUESTION="..."

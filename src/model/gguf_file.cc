@@ -1,11 +1,14 @@
 #include "model/gguf_file.h"
 
+#include <algorithm>
 #include <limits>
+#include <span>
 #include <string_view>
-#include <unordered_set>
+#include <utility>
+#include <vector>
 
 #include "base/check.h"
-
+#include "base/hash.h"
 #include "model/log_capture.h"
 
 namespace dualdecoder {
@@ -182,14 +185,24 @@ std::optional<std::size_t> GgufFile::first_repeated(const std::string& key) cons
   DD_CHECK(id >= 0 && gguf_get_kv_type(gguf_, id) == GGUF_TYPE_ARRAY &&
                gguf_get_arr_type(gguf_, id) == GGUF_TYPE_STRING,
            "{}", key);
+  const auto entry = [&](std::size_t i) { return std::string_view(gguf_get_arr_str(gguf_, id, i)); };
+  std::vector<std::pair<std::uint64_t, std::size_t>> hashes;  // and what entry has it
   const std::size_t count = gguf_get_arr_n(gguf_, id);
-  std::unordered_set<std::string_view> seen;
-  seen.reserve(count);
+  hashes.reserve(count);
   for (std::size_t i = 0; i < count; ++i) {
-    const std::string_view entry = gguf_get_arr_str(gguf_, id, i);
-    if (!entry.empty() && !seen.insert(entry).second) return i;
+    const std::string_view text = entry(i);
+    if (!text.empty()) hashes.emplace_back(hash_values(std::span(text)), i);
   }
-  return std::nullopt;
+  std::ranges::sort(hashes);
+  std::optional<std::size_t> first;
+  for (std::size_t i = 1; i < hashes.size(); ++i) {
+    for (std::size_t k = i; k > 0 && hashes[k - 1].first == hashes[i].first; --k) {
+      if (entry(hashes[k - 1].second) != entry(hashes[i].second)) continue;
+      first = std::min(first.value_or(hashes[i].second), hashes[i].second);
+      break;
+    }
+  }
+  return first;
 }
 
 Result<std::optional<std::vector<std::uint32_t>>> GgufFile::u32_list(const std::string& key,

@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -78,7 +79,7 @@ class Vocabulary {
 
   // Where a text can be cut; see tokenize().
   bool cuts_ = false;
-  std::set<char32_t> joined_;                             // characters of tokens of more than one
+  std::unordered_set<char32_t> joined_;                   // characters of tokens of more than one
   std::set<std::pair<char32_t, char32_t>> within_marks_;  // neighbours in texts of control and user's tokens
   std::set<char32_t> mark_ends_;                          // their last characters
   std::size_t guard_tokens_ = 0;                          // that kGuard becomes

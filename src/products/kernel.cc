@@ -399,6 +399,52 @@ HWY_INLINE IntVector load_signed_bytes(const std::uint8_t* from) {
       Ints(), hn::LoadU(hn::Rebind<std::int8_t, Ints>(), reinterpret_cast<const std::int8_t*>(from)));
 }
 
+/// Part `part` of a block of 256 inputs, kOdd = part % 2: `inner` += sums times scales, `low` += offsets
+/// times sums of activations.
+template <WeightFormat kFormat, int kRows, int kOdd>
+HWY_INLINE void add_long_part(const std::uint8_t* block, std::uint32_t part, int column,
+                              const ActivationBlock* x, std::size_t stride, Block<FloatVector, kRows>& inner,
+                              Block<FloatVector, kRows>& low) {
+  constexpr PanelLayout kLayout = panel_layout(kFormat);
+  const Place place{block + kLayout.values + part * kLayout.part_bytes + column * 4, x + part, stride};
+  const std::uint8_t* const bytes = block + kLayout.scales + column;
+  Scale scales[kVectors];
+  if constexpr (format_traits(kFormat).scaled == 16) {
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) {
+      scales[v] = prepare(load_signed_bytes(bytes + 2 * part * kPanelOutputs + v * kLanes));
+    }
+    add_scaled<kFormat, kRows, 0, 4>(place, scales, inner);
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) {
+      scales[v] = prepare(load_signed_bytes(bytes + (2 * part + 1) * kPanelOutputs + v * kLanes));
+    }
+    add_scaled<kFormat, kRows, 4, 4>(place, scales, inner);
+  } else {
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) {
+      const IntVector four = load_bytes(bytes + part * kPanelOutputs + v * kLanes);
+      const IntVector two = load_bytes(bytes + (8 + part / 2) * kPanelOutputs + v * kLanes);
+      const auto bits = [&](int mask) { return hn::And(two, hn::Set(Ints(), mask << 4 * kOdd)); };
+      const auto up = [](IntVector of) {  // to bits 4 and 5
+        if constexpr (kOdd == 0) return hn::ShiftLeft<4>(of);
+        return of;
+      };
+      const auto down = [](IntVector of) {
+        if constexpr (kOdd == 0) return hn::ShiftLeft<2>(of);
+        return hn::ShiftRight<2>(of);
+      };
+      scales[v] = prepare(hn::Or(hn::And(four, hn::Set(Ints(), 15)), up(bits(3))));
+      const FloatVector offset = hn::ConvertTo(Floats(), hn::Or(hn::ShiftRight<4>(four), down(bits(12))));
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        low[r][v] = hn::MulAdd(offset, hn::Set(Floats(), x[r * stride + part].sum), low[r][v]);
+      }
+    }
+    add_scaled<kFormat, kRows, 0, 8>(place, scales, inner);
+  }
+}
+
 /// Adds one block of 256 inputs.
 template <WeightFormat kFormat, int kRows>
 HWY_INLINE void add_long_block(const std::uint8_t* block, std::size_t ahead, int column,
@@ -407,52 +453,27 @@ HWY_INLINE void add_long_block(const std::uint8_t* block, std::size_t ahead, int
   constexpr FormatTraits kTraits = format_traits(kFormat);
   constexpr PanelLayout kLayout = panel_layout(kFormat);
   Block<FloatVector, kRows> inner;
+  Block<FloatVector, kRows> low;
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) inner[r][v] = hn::Zero(Floats());
+    for (int v = 0; v < kVectors; ++v) inner[r][v] = low[r][v] = hn::Zero(Floats());
   }
-  for (std::uint32_t part = 0; part < kTraits.parts(); ++part) {
-    constexpr std::uint32_t kShare = kTraits.bytes * kPanelOutputs / kTraits.parts();
-    prefetch<kShare>(block + ahead + part * kShare);
-    const Place place{block + kLayout.values + part * kLayout.part_bytes + column * 4, x + part, stride};
-    const std::uint8_t* const bytes = block + kLayout.scales + column;
-    Scale scales[kVectors];
-    if constexpr (kTraits.scaled == 16) {
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) {
-        scales[v] = prepare(load_signed_bytes(bytes + 2 * part * kPanelOutputs + v * kLanes));
-      }
-      add_scaled<kFormat, kRows, 0, 4>(place, scales, inner);
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) {
-        scales[v] = prepare(load_signed_bytes(bytes + (2 * part + 1) * kPanelOutputs + v * kLanes));
-      }
-      add_scaled<kFormat, kRows, 4, 4>(place, scales, inner);
-    } else {
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) {
-        const IntVector low = load_bytes(bytes + part * kPanelOutputs + v * kLanes);
-        const IntVector highs = load_bytes(bytes + (8 + part / 2) * kPanelOutputs + v * kLanes);
-        const IntVector high = hn::ShiftRightSame(highs, static_cast<int>(part % 2 * 4));
-        const IntVector scale =
-            hn::Or(hn::And(low, hn::Set(Ints(), 15)), hn::ShiftLeft<4>(hn::And(high, hn::Set(Ints(), 3))));
-        const IntVector offset =
-            hn::Or(hn::ShiftRight<4>(low), hn::ShiftLeft<2>(hn::And(high, hn::Set(Ints(), 12))));
-        scales[v] = prepare(scale);
-        const FloatVector m = hn::Mul(load_halves(block + kLayout.offsets + (column + v * kLanes) * 2),
-                                      hn::ConvertTo(Floats(), offset));
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) {
-          sums[r][v] = hn::NegMulAdd(m, hn::Set(Floats(), x[r * stride + part].sum), sums[r][v]);
-        }
-      }
-      add_scaled<kFormat, kRows, 0, 8>(place, scales, inner);
-    }
+  for (std::uint32_t part = 0; part < kTraits.parts(); part += 2) {
+    constexpr std::uint32_t kShare = kTraits.bytes * kPanelOutputs / kTraits.parts() * 2;
+    prefetch<kShare>(block + ahead + part / 2 * kShare);
+    add_long_part<kFormat, kRows, 0>(block, part, column, x, stride, inner, low);
+    add_long_part<kFormat, kRows, 1>(block, part + 1, column, x, stride, inner, low);
   }
 #pragma GCC unroll 16
   for (int v = 0; v < kVectors; ++v) {
-    const FloatVector d = load_halves(block + (column + v * kLanes) * 2);
+    const std::uint8_t* const scales = block + (column + v * kLanes) * 2;
+    if constexpr (kTraits.offset) {
+      const FloatVector m = load_halves(scales + kLayout.offsets);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) sums[r][v] = hn::NegMulAdd(m, low[r][v], sums[r][v]);
+    }
+    const FloatVector d = load_halves(scales);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) sums[r][v] = hn::MulAdd(inner[r][v], d, sums[r][v]);
   }

@@ -28,6 +28,7 @@ float add_block(const FormatTraits& traits, const WeightBlock& block, const Acti
     return traits.offset ? std::fma(m, x->sum, sum) : sum;
   }
   float inner = 0.0f;
+  float low = 0.0f;  // of the offsets
   for (std::uint32_t part = 0; part < traits.parts(); ++part) {
     const std::uint8_t* q = block.q + part * kBlockInputs;
     for (std::uint32_t first = 0; first < kBlockInputs; first += traits.scaled) {
@@ -35,8 +36,9 @@ float add_block(const FormatTraits& traits, const WeightBlock& block, const Acti
       const auto total = static_cast<float>(scale * dot(traits, q, x[part].q, first, first + traits.scaled));
       inner = std::fma(total, x[part].scale, inner);
     }
-    if (traits.offset) sum = std::fma(-(m * static_cast<float>(block.offsets[part])), x[part].sum, sum);
+    low = std::fma(static_cast<float>(block.offsets[part]), x[part].sum, low);
   }
+  if (traits.offset) sum = std::fma(-m, low, sum);
   return std::fma(inner, d, sum);
 }
 
