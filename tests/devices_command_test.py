@@ -78,26 +78,38 @@ def test_a_device_writes_the_same_text_with_and_without_a_far_tier(tiny, server,
     assert there["device"] == "RPC0" and there["device_activation_bytes"] > 0
     assert there["weights_device_bytes"] + there["weights_mapped_bytes"] >= here["weights_mapped_bytes"]
     narrow = ["--block-size", 16, "--sink-tokens", 16, "--recent-tokens", 32, "-b", 64, "--budget", 4096]
-    for policy in ("previous", "reactive", "dual"):
-        tiered = report(*on_device, *narrow, "--far", f"file:{tmp_path}", "--near-slots", 64, "--policy", policy)
-        assert tiered["generated_tokens"] == there["generated_tokens"]
+    for far in ("host", f"file:{tmp_path}"):  # attended to on the device, and on the CPU
+        for policy in ("previous", "reactive", "dual"):
+            tiered = report(*on_device, *narrow, "--far", far, "--near-slots", 64, "--policy", policy)
+            assert tiered["generated_tokens"] == there["generated_tokens"]
+            assert (tiered["device_near_bytes"] > tiered["near_kv_bytes"]) == (far == "host")
 
 
-def test_the_plan_tells_what_the_device_holds(tiny, server):
-    plan = ["plan", "-m", tiny, "-c", 512, "--no-measure", "--rpc", server, "--device", "rpc0"]
-    report = json.loads(dualdecoder(*plan, "-o", "json").stdout)
-    assert report["device"] == "RPC0" and report["device_weights_bytes"] > 0 and report["device_activation_bytes"] > 0
-    assert "RPC0, " + server in dualdecoder(*plan).stdout
+DEVICE_BYTES = ("weights_device_bytes", "device_activation_bytes", "device_attention_bytes", "device_near_bytes")
+
+
+def test_the_plan_tells_what_the_device_holds_to_the_byte(tiny, server, tmp_path):
+    options = ["-m", tiny, "-c", 1024, "-b", 64, "--rpc", server, "--device", "rpc0"]
+    far = ["--far", "host", "--budget", 128, "--recent-tokens", 64]
+    for tiers in ([], [*far, "--residency", "all"], [*far, "--residency", "none", "--policy", "dual"]):
+        plan = json.loads(dualdecoder("plan", *options, *tiers, "--no-measure", "-o", "json").stdout)
+        path = tmp_path / "run.json"
+        assert dualdecoder("run", *options, *tiers, "-p", "text " * 100, "-n", 4, "--json", path).code == 0
+        held = json.loads(path.read_text())
+        assert [held[name] for name in DEVICE_BYTES] == [plan["device_weights_bytes"], *(plan[name] for name in DEVICE_BYTES[1:])]
+        assert all(held[name] > 0 for name in DEVICE_BYTES)
+    assert "RPC0, " + server in dualdecoder("plan", *options, "--no-measure").stdout
 
 
 def test_selecting_and_predicting_take_nothing_of_the_device(tiny, server):
-    """What grows with the context, and what says which blocks a step needs, is the host's: the device has weights and one
-    step's activations, whatever the policy."""
+    """What says which blocks a step needs is the host's: beside weights, one step's activations, one layer's attention and
+    the near tier itself the device has nothing, whatever the policy."""
 
     def on_device(*options, context=4096):
         plan = ["plan", "-m", tiny, "-c", context, "--no-measure", "--rpc", server, "--device", "rpc0", "-o", "json"]
         report = json.loads(dualdecoder(*plan, *options).stdout)
-        return report["digest_bytes"], (report["device_weights_bytes"], report["device_activation_bytes"])
+        near = report["device_near_bytes"] - report["near_kv_bytes"]  # a slot, and what aligning takes
+        return report["digest_bytes"], (report["device_weights_bytes"], report["device_activation_bytes"], report["device_attention_bytes"], near)
 
     digests, dense = on_device()
     assert digests == 0
@@ -105,7 +117,8 @@ def test_selecting_and_predicting_take_nothing_of_the_device(tiny, server):
         for residency in ("all", "none"):
             digests, tiered = on_device("--far", "host", "--budget", 256, "--policy", policy, "--residency", residency)
             assert digests > 0 and tiered == dense
-    assert on_device(context=8192)[1] == dense
+    weights, activations, _, near = on_device(context=8192)[1]
+    assert (weights, activations, near) == (dense[0], dense[1], dense[3])
 
 
 def test_the_table_of_the_documentation_is_what_its_script_prints():

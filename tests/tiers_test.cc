@@ -16,6 +16,17 @@ constexpr std::uint32_t kAll = kContext;  // a budget that selects every block
 constexpr Policy kEveryPolicy[] = {Policy::kFull,     Policy::kReactive,      Policy::kLastSet,
                                    Policy::kPrevious, Policy::kPreviousLayer, Policy::kOracle};
 
+/// On a device, what attends there: the others are attended to by the CPU, which rounds otherwise.
+std::vector<Policy> policies_here() {
+  std::vector<Policy> policies(std::begin(kEveryPolicy), std::end(kEveryPolicy));
+  if (!test_device().is_cpu()) std::erase(policies, Policy::kOracle);
+  return policies;
+}
+std::vector<FarKind> far_tiers_here() {
+  if (!test_device().is_cpu()) return {FarKind::kHost};
+  return {FarKind::kHost, FarKind::kFile};
+}
+
 /// What to decode: prompts, brought in one after the other, then steps of one token for each.
 struct Script {
   std::vector<std::vector<TokenId>> prompts;
@@ -151,7 +162,7 @@ TEST_P(EveryBlockSelected, GivesTheBitsOfAllNearForEveryPolicyBlockSizeAndRoomNe
     const std::vector<std::uint32_t> lengths = {512};
     const Script script = make_script(lengths, 24, block);
     const Outcome reference = all_near(options, script);
-    for (const Policy policy : kEveryPolicy) {
+    for (const Policy policy : policies_here()) {
       for (const std::uint32_t near_tokens : {1U, 128U, 300U, kContext}) {
         SCOPED_TRACE(
             fmt::format("{}, blocks of {}, {} tokens near", policy_name(policy), block, near_tokens));
@@ -178,7 +189,7 @@ TEST_P(EveryBlockSelected, GivesTheBitsOfAllNearForPromptsAroundBlockBoundariesA
       options.tiers.near_tokens = 1;
       options.tiers.sink_tokens = 0;
       options.tiers.recent_tokens = 1;
-      for (const FarKind far : {FarKind::kHost, FarKind::kFile}) {
+      for (const FarKind far : far_tiers_here()) {
         SCOPED_TRACE(fmt::format("{} tokens, blocks of {}, {}", length, block,
                                  far == FarKind::kHost ? "host" : "file"));
         options.tiers.far = {.kind = far, .directory = directory_.file(""), .make_port = {}};
@@ -196,7 +207,7 @@ TEST_P(EveryBlockSelected, GivesTheBitsOfAllNearWhenPromptsComeBehindDecodedToke
     const std::vector<std::uint32_t> lengths = {133, more, more};
     const Script script = make_script(lengths, 0, more);
     const Outcome reference = play_turns(*engine(options), script.prompts, 7);
-    for (const Policy policy : kEveryPolicy) {
+    for (const Policy policy : policies_here()) {
       for (const std::uint32_t near_tokens : {1U, 128U, kContext}) {
         SCOPED_TRACE(fmt::format("{}, {} tokens more, {} near", policy_name(policy), more, near_tokens));
         options.tiers.far.kind = FarKind::kHost;
@@ -239,7 +250,7 @@ TEST_P(EveryBlockSelected, GivesTheBitsOfAllNearUnderAnyLatencyAndOrderOfComplet
 TEST_F(TiersTest, ANarrowerWindowGivesTheBitsOfAnEngineMadeWithItAndAWiderOneIsRefused) {
   load("llama");
   const Script script = make_script(std::vector{400U}, 24, 1);
-  for (const Policy policy : kEveryPolicy) {
+  for (const Policy policy : policies_here()) {
     SCOPED_TRACE(policy_name(policy));
     EngineOptions options = base_options(1, 16);
     options.tiers.far.kind = FarKind::kHost;

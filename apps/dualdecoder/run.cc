@@ -269,6 +269,8 @@ std::string json_report(const Generation& generation, const Outcome& outcome, co
       {"device", engine.model().device().name()},
       {"weights_device_bytes", engine.model().weights().device_bytes()},
       {"device_activation_bytes", engine.device_activation_bytes()},
+      {"device_attention_bytes", engine.device_attention_bytes()},
+      {"device_near_bytes", engine.device_near_bytes()},
       {"weights_mapped_bytes", engine.model().weights().mapped_bytes()},
       {"weights_repacked_bytes", engine.model().weights().repacked_bytes()},
       {"activation_bytes", engine.activation_bytes()},

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <random>
 
 #include <fmt/ranges.h>
@@ -48,8 +47,7 @@ Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineO
   }
   options.prefill_chunk = std::clamp(options.prefill_chunk, 1U, options.context);
   options.sequences = std::max(options.sequences, 1U);
-  const std::uint32_t rows_each = options.draft.kind == DraftKind::kNone ? 1 : 2;
-  options.outputs_max = std::max(options.outputs_max, options.sequences * rows_each);
+  options.outputs_max = std::max(options.outputs_max, options.sequences * options.decoding_rows());
 
   std::unique_ptr<Engine> engine(new Engine(model, options));
   if (options.draft.kind == DraftKind::kModel) {
@@ -60,10 +58,10 @@ Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineO
     if (!draft) return std::unexpected(draft.error());
     engine->draft_ = std::move(*draft);
   }
-  const auto plan = plan_memory(shape, options);
+  const auto plan = plan_memory(shape, options, kv_layout(model.device(), options.tiers));
   if (!plan) return std::unexpected(plan.error());
   const std::uint64_t weights_hash = options.tiers.far.kind == FarKind::kFile ? model.weights_hash() : 0;
-  auto tiers = Tiers::create(*plan, options.tiers, weights_hash);
+  auto tiers = Tiers::create(*plan, options.tiers, weights_hash, engine->near_memory(*plan));
   if (!tiers) return std::unexpected(tiers.error());
   engine->tiers_ = std::move(*tiers);
 
@@ -77,17 +75,41 @@ Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineO
   return engine;
 }
 
+// With a device the near tier lies in its memory, with a slot behind the last one (DeviceAttention::append).
+TakeNearMemory Engine::near_memory(const MemoryPlan& plan) {
+  if (plan.geometry.layout == KvLayout::kTransposedKeys) return {};
+  return [this,
+          slot_bytes = plan.geometry.slot_bytes()](std::size_t bytes) -> Result<std::unique_ptr<NearMemory>> {
+    auto memory = DeviceNearMemory::create(model_.device(), bytes + slot_bytes);
+    if (!memory) return std::unexpected(memory.error());
+    device_near_ = memory->get();
+    return std::move(*memory);
+  };
+}
+
 Status Engine::make_tracks() {
   ForwardOptions options{.threads = options_.threads,
                          .rows_max = std::max(options_.prefill_chunk, options_.outputs_max),
                          .outputs_max = options_.outputs_max,
                          .batch_invariant = options_.batch_invariant,
-                         .next_query = plan().tiered() && options_.tiers.policy == Policy::kPreviousLayer};
+                         .next_query = plan().tiered() && options_.tiers.policy == Policy::kPreviousLayer,
+                         .attends_on_device = device_near_ != nullptr};
   const auto make = [&](Track& track, std::uint32_t number, const Forward* beside) -> Status {
     auto forward = Forward::create(model_, options, beside);
     if (!forward) return std::unexpected(forward.error());
     track.forward = std::move(*forward);
-    track.step = std::make_unique<Step>(model_, *track.forward, *tiers_, number);
+    if (device_near_ != nullptr) {
+      const Hyperparameters& shape = model_.hyperparameters();
+      auto attention = DeviceAttention::create(model_.device(), *device_near_, track.forward->device_rows(),
+                                               {.shape = shape.attention_shape(plan().geometry),
+                                                .geometry = plan().geometry,
+                                                .slots = near().slots(),
+                                                .context = options_.context,
+                                                .rows_max = options.rows_max});
+      if (!attention) return std::unexpected(attention.error());
+      track.attention = std::move(*attention);
+    }
+    track.step = std::make_unique<Step>(model_, *track.forward, *tiers_, number, track.attention.get());
     return {};
   };
   if (!options_.prompts_beside) return make(decoding_, 0, nullptr);
@@ -129,6 +151,16 @@ std::size_t Engine::device_activation_bytes() const {
   return sum;
 }
 
+std::size_t Engine::device_attention_bytes() const {
+  std::size_t sum = 0;
+  for_each_track([&](const Track& track) { sum += track.attention ? track.attention->device_bytes() : 0; });
+  return sum;
+}
+
+std::size_t Engine::device_near_bytes() const {
+  return device_near_ == nullptr ? 0 : device_near_->device_bytes();
+}
+
 Result<std::unique_ptr<Sequence>> Engine::fork(Sequence& sequence, std::uint32_t tokens) {
   if (tokens <= sequence.tokens()) return sequence.fork(tokens);
   return fail(ErrorCode::kInvalidArgument, "a sequence of {} tokens cannot be forked at {}",
@@ -144,6 +176,7 @@ Status Engine::fill_synthetic(Sequence& sequence, std::uint32_t tokens, std::uin
   std::mt19937_64 random(seed);
   std::normal_distribution<float> normal(0.0f, 1.0f);
   std::vector<f16_bits> pool(8 * block_values);
+  std::vector<f16_bits> scratch;
   for (f16_bits& value : pool) value = f16_from_float(normal(random));
   const std::uint32_t end = sequence.tokens() + tokens;
   const std::uint32_t block_tokens = sequence.geometry().block_tokens;
@@ -153,11 +186,15 @@ Status Engine::fill_synthetic(Sequence& sequence, std::uint32_t tokens, std::uin
     const std::uint32_t block_end = std::min(end, (block.value + 1) * block_tokens);
     if (Status status = sequence.take_slots(block_end); !status) return status;
     for (LayerIndex layer; layer.value < sequence.geometry().layers; ++layer) {
-      f16_bits* const to = near().k(sequence.residency().slot(layer, block));
-      std::memcpy(to, pool.data() + random() % (pool.size() - block_values), block_values * sizeof(f16_bits));
+      const SlotIndex slot = sequence.residency().slot(layer, block);
+      f16_bits* const from = pool.data() + random() % (pool.size() - block_values);
+      const NearCopy copy{.near = near().data(slot),
+                          .host = reinterpret_cast<std::byte*>(from),
+                          .bytes = block_values * sizeof(f16_bits)};
+      near().memory().copy({&copy, 1});
       const bool full = block_end == (block.value + 1) * block_tokens;
       if (full && sequence.digests() != nullptr && plan().layers[layer.value].kind == LayerKind::kSelecting)
-        sequence.digests()->add(layer, to);
+        sequence.digests()->add(layer, near().transposed_keys(slot, scratch));
     }
     sequence.commit(block_end - sequence.tokens());
     sequence.write_full_pages();

@@ -16,6 +16,9 @@
 #include "decode/prefix_cache.h"
 #include "decode/step.h"
 #include "decode/tiers.h"
+#include "model/device_attention.h"
+#include "model/device_near_memory.h"
+#include "model/forward.h"
 #include "model/model.h"
 
 namespace dualdecoder {
@@ -112,16 +115,21 @@ class Engine {
   std::size_t activation_bytes() const;
   /// Activations in the memory of the model's device; 0 on the CPU.
   std::size_t device_activation_bytes() const;
+  /// Of the device's memory: for attention, and the near tier. 0 on the CPU.
+  std::size_t device_attention_bytes() const;
+  std::size_t device_near_bytes() const;
   std::array<std::uint64_t, kPasses> pass_ns() const;
 
  private:
   // What one step needs to be under way.
   struct Track {
     std::unique_ptr<Forward> forward;
+    std::unique_ptr<DeviceAttention> attention;  // null: on the CPU
     std::unique_ptr<Step> step;
   };
 
   Engine(const Model& model, const EngineOptions& options) : model_(model), options_(options) {}
+  TakeNearMemory near_memory(const MemoryPlan& plan);
   Status make_tracks();
   Track& prompt_track() { return prompts_.step ? prompts_ : decoding_; }
   /// Of one or both tracks.
@@ -138,6 +146,7 @@ class Engine {
   Track decoding_;
   Track prompts_;  // empty unless EngineOptions::prompts_beside
   bool prompts_under_way_ = false;
+  DeviceNearMemory* device_near_ = nullptr;  // the near tier's; null: on the host
   std::unique_ptr<Tiers> tiers_;  // goes before the tracks: it waits for late reads, whose flags are theirs
   std::unique_ptr<PrefixCache> prefixes_;
 };

@@ -23,6 +23,8 @@ struct EngineOptions {
   TierOptions tiers = {};
   DraftOptions draft = {};
 
+  /// Of a sequence in one decoding step.
+  std::uint32_t decoding_rows() const { return draft.kind == DraftKind::kNone ? 1 : 2; }
   /// Of the draft model's engine: full attention, all near.
   EngineOptions of_draft() const {
     EngineOptions own = *this;

@@ -4,6 +4,7 @@
 
 #include "attention/attention.h"
 #include "base/units.h"
+#include "model/device_attention.h"
 #include "model/model.h"
 #include "select/digest.h"
 
@@ -19,9 +20,10 @@ constexpr std::uint64_t kIndexRowBytes = 256;
 
 class Planner {
  public:
-  Planner(const Hyperparameters& model, const EngineOptions& options)
+  Planner(const Hyperparameters& model, const EngineOptions& options, KvLayout layout)
       : model_(model), options_(options), tiers_(options.tiers) {
     plan_.geometry = model.geometry(options.block_tokens);
+    plan_.geometry.layout = layout;
     plan_.context = options.context;
     plan_.sequences = options.sequences;
     context_blocks_ = blocks(options.context);
@@ -183,6 +185,7 @@ class Planner {
     }
     plan_.near_selected_bytes += sequences * plan_.ring_sets * plan_.ring_set_slots * slot_bytes();
     plan_.near_staging_bytes = plan_.staging_slots * slot_bytes();
+    if (plan_.geometry.layout == KvLayout::kTokens) plan_.device_attention_bytes = device_attention_bytes();
     plan_.far_bytes = std::uint64_t{plan_.far_pages} * plan_.geometry.page_bytes();
     const std::uint64_t table_entries = sequences * context_blocks_ * model_.layers;
     plan_.table_bytes = table_entries * kTableBytesPerBlock;
@@ -193,6 +196,16 @@ class Planner {
       if (tiers_.keep_prefixes && tiers_.far.kind != FarKind::kFile)
         plan_.kept_digest_bytes = plan_.far_pages * digest_record_bytes();
     }
+  }
+
+  std::uint64_t device_attention_bytes() const {
+    const std::uint32_t outputs =
+        std::max(options_.outputs_max, options_.sequences * options_.decoding_rows());
+    const auto of_track = [&](std::uint32_t rows) {
+      return DeviceAttention::bytes_for(plan_.geometry, options_.context, rows);
+    };
+    return of_track(std::max(std::clamp(options_.prefill_chunk, 1U, options_.context), outputs)) +
+           (options_.prompts_beside ? of_track(outputs) : 0);
   }
 
   const Hyperparameters& model_;
@@ -208,10 +221,21 @@ class Planner {
 
 }  // namespace
 
-Result<MemoryPlan> plan_memory(const Hyperparameters& model, const EngineOptions& options) {
-  auto plan = Planner(model, options).plan();
+KvLayout kv_layout(const Device& device, const TierOptions& tiers) {
+  const FarKind far = tiers.far.kind;
+  const bool here = device.is_cpu() || (far != FarKind::kNone && far != FarKind::kHost) ||
+                    tiers.policy == Policy::kOracle;  // which looks at every key
+  return here ? KvLayout::kTransposedKeys : KvLayout::kTokens;
+}
+
+Result<MemoryPlan> plan_memory(const Hyperparameters& model, const EngineOptions& options, KvLayout layout) {
+  auto plan = Planner(model, options, layout).plan();
   if (!plan || options.draft.model == nullptr) return plan;
-  const auto draft = Planner(options.draft.model->hyperparameters(), options.of_draft()).plan();
+  const EngineOptions of_draft = options.of_draft();
+  const Model& model_of_draft = *options.draft.model;
+  const auto draft =
+      Planner(model_of_draft.hyperparameters(), of_draft, kv_layout(model_of_draft.device(), of_draft.tiers))
+          .plan();
   if (!draft) return draft;
   plan->draft_bytes = draft->near_bytes();
   return plan;

@@ -187,8 +187,8 @@ Status Sequence::bring_near(const Sequence* parent) {
       const auto slot = residency_->try_take(layer, block, SlotState::kLoading, 0);
       if (!slot) continue;
       if (copied) {
-        std::memcpy(near.data(*slot), near.data(parent->residency_->slot(layer, block)),
-                    geometry().slot_bytes());
+        near.memory().copy_within(near.data(*slot), near.data(parent->residency_->slot(layer, block)),
+                                  geometry().slot_bytes());
         residency_->end_read(layer, block);
       } else {
         const PageIndex from = parent != nullptr ? parent->page(block) : page(block);
@@ -257,9 +257,10 @@ std::uint32_t Sequence::blocks_at_rest() const {
 }
 
 void Sequence::add_digests(LayerIndex layer, std::uint32_t tokens) {
+  std::vector<f16_bits> scratch;
   while (digests_->blocks(layer) < tokens / geometry().block_tokens) {
     const BlockIndex block(digests_->blocks(layer));
-    digests_->add(layer, tiers_.near().k(residency_->slot(layer, block)));
+    digests_->add(layer, tiers_.near().transposed_keys(residency_->slot(layer, block), scratch));
   }
 }
 

@@ -11,14 +11,6 @@ namespace {
 
 constexpr std::uint32_t kSerialAppendRowsMax = 32;  // waking the threads costs more than storing so few rows
 
-AttentionShape attention_shape(const Hyperparameters& model, const KvGeometry& geometry) {
-  return {.heads = model.heads,
-          .kv_heads = model.kv_heads,
-          .head_dim = model.head_dim,
-          .block_tokens = geometry.block_tokens,
-          .scale = model.attention_scale};
-}
-
 }  // namespace
 
 std::uint32_t StepGroup::logits_rows() const {
@@ -33,11 +25,12 @@ std::uint32_t StepGroup::logits_rows() const {
   return 0;
 }
 
-Step::Step(const Model& model, Forward& forward, Tiers& tiers, std::uint32_t track)
+Step::Step(const Model& model, Forward& forward, Tiers& tiers, std::uint32_t track, DeviceAttention* device)
     : model_(model),
       forward_(forward),
       tiers_(tiers),
-      shape_(attention_shape(model.hyperparameters(), tiers.geometry())),
+      shape_(model.hyperparameters().attention_shape(tiers.geometry())),
+      device_(device),
       streamer_(tiers, track),
       predictor_(model.hyperparameters(), shape_, forward, tiers, streamer_, stats_) {
   if (!tiers.tiered()) return;
@@ -144,6 +137,28 @@ void Step::take_rows(const StepGroup& group, Work& work) {
 // ---- append
 
 void Step::append(LayerIndex layer, const LayerRows& rows) {
+  if (device_ != nullptr) {
+    store_on_device(layer);
+  } else {
+    store(layer, rows);
+  }
+  if (tiers_.layer(layer).kind == LayerKind::kSelecting) add_digests(layer);
+}
+
+void Step::store_on_device(LayerIndex layer) {
+  const std::uint32_t block_tokens = tiers_.geometry().block_tokens;
+  places_.assign(tokens_.size(), std::nullopt);
+  for (const Stretch& stretch : stretches_) {
+    if (stretch.sequence->error()) continue;
+    const Residency& residency = stretch.sequence->residency();
+    const SlotIndex slot = residency.slot(layer, BlockIndex(stretch.position / block_tokens));
+    for (std::uint32_t i = 0; i < stretch.tokens; ++i)
+      places_[stretch.row + i] = {.slot = slot, .token = stretch.position % block_tokens + i};
+  }
+  device_->append(places_);
+}
+
+void Step::store(LayerIndex layer, const LayerRows& rows) {
   const std::size_t width = model_.hyperparameters().kv_width();
   const KvGeometry& geometry = tiers_.geometry();
   const auto store = [&](const Stretch& stretch) {
@@ -161,7 +176,6 @@ void Step::append(LayerIndex layer, const LayerRows& rows) {
       for (std::size_t i = next++; i < stretches_.size(); i = next++) store(stretches_[i]);
     });
   }
-  if (tiers_.layer(layer).kind == LayerKind::kSelecting) add_digests(layer);
 }
 
 // Of the blocks that these rows have filled, also while every block is attended to: a later step may select.
@@ -267,7 +281,8 @@ void Step::attend(LayerIndex layer, const LayerRows& rows) {
   attend_near(layer, rows);
   if (tiers_.tiered()) attend_streamed(layer, rows);
   for (const Work& work : works()) {
-    if (work.sequence->error()) std::fill_n(rows.attention + work.first_row * width, work.rows * width, 0.0f);
+    if (device_ == nullptr && work.sequence->error())
+      std::fill_n(rows.attention + work.first_row * width, work.rows * width, 0.0f);
   }
 }
 
@@ -313,7 +328,12 @@ void Step::attend_near(LayerIndex layer, const LayerRows& rows) {
     attention_groups_[index++].blocks = std::span(views_).subspan(first, work.list.blocks.size());
     first += work.list.blocks.size();
   }
-  attention_.plan(shape_, attention_groups_, forward_.threads());
+  attend_groups(attention_groups_);
+}
+
+void Step::attend_groups(std::span<const AttentionGroup> groups) {
+  if (device_ != nullptr) return device_->attend(groups);
+  attention_.plan(shape_, groups, forward_.threads());
   forward_.parallel([&](std::uint32_t thread) { attention_.run(thread); });
 }
 
@@ -370,8 +390,7 @@ void Step::attend_segment(const Streamer::Segment& segment, const LayerRows& row
   group.blocks = views_;
   group.carry = {
       .max = carry_max_.data(), .sum = carry_sum_.data(), .resume = !segment.first, .more = !segment.last};
-  attention_.plan(shape_, std::span(&group, 1), forward_.threads());
-  forward_.parallel([&](std::uint32_t thread) { attention_.run(thread); });
+  attend_groups(std::span(&group, 1));
 }
 
 // ---- retire

@@ -26,6 +26,7 @@
 #include "decode/step_watch.h"
 #include "decode/step_work.h"
 #include "decode/streamer.h"
+#include "model/device_attention.h"
 #include "model/forward.h"
 
 namespace dualdecoder {
@@ -55,7 +56,9 @@ class Step {
  public:
   /// `track`: of staging, see Streamer. Steps of different tracks may be under way at once, with different
   /// sequences.
-  Step(const Model& model, Forward& forward, Tiers& tiers, std::uint32_t track);
+  /// `device`: attends where the near tier is; null: the CPU does.
+  Step(const Model& model, Forward& forward, Tiers& tiers, std::uint32_t track,
+       DeviceAttention* device = nullptr);
 
   /// Computes and commits all rows. The sequences have pages for them. Returns the wanted logits, [wanted
   /// rows, vocabulary] in the order of the groups, valid until the next run; null when none are wanted.
@@ -89,6 +92,8 @@ class Step {
   void begin_work(const StepGroup& group, Work& work);
   void take_rows(const StepGroup& group, Work& work);
   void append(LayerIndex layer, const LayerRows& rows);
+  void store(LayerIndex layer, const LayerRows& rows);
+  void store_on_device(LayerIndex layer);
   void add_digests(LayerIndex layer);
   void arrive(LayerIndex layer);
   void list_blocks(Work& work, LayerIndex layer) const;
@@ -97,6 +102,7 @@ class Step {
   bool all_readable(const Work& work, LayerIndex layer) const;
   void attend(LayerIndex layer, const LayerRows& rows);
   void attend_near(LayerIndex layer, const LayerRows& rows);
+  void attend_groups(std::span<const AttentionGroup> groups);
   void open_streams(LayerIndex layer);
   void open_streams_ahead(LayerIndex layer);
   void attend_streamed(LayerIndex layer, const LayerRows& rows);
@@ -113,6 +119,7 @@ class Step {
   Tiers& tiers_;
   AttentionShape shape_;
   AttentionBatch attention_;
+  DeviceAttention* device_;
   Streamer streamer_;
   StepStats stats_;
   Predictor predictor_;
@@ -131,6 +138,7 @@ class Step {
   std::size_t works_ = 0;  // of work_, in this step
   BlockList list_ahead_;
   std::vector<BlockIndex> attended_;
+  std::vector<std::optional<DeviceAttention::TokenPlace>> places_;  // [row]
   std::vector<KvBlockView> views_;
   std::vector<AttentionGroup> attention_groups_;
   std::vector<float> carry_max_;  // [rows, heads] of the group that is being streamed

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "transfer/beside_port.h"
 #include "transfer/far_file.h"
 #include "transfer/file_port.h"
 #include "transfer/host_port.h"
@@ -17,7 +18,7 @@ Tiers::Tiers(const MemoryPlan& plan, const TierOptions& options)
 }
 
 Result<std::unique_ptr<Tiers>> Tiers::create(const MemoryPlan& plan, const TierOptions& options,
-                                             std::uint64_t weights_hash) {
+                                             std::uint64_t weights_hash, const TakeNearMemory& take_memory) {
   std::unique_ptr<Tiers> tiers(new Tiers(plan, options));
   NearTierOptions near_options{.geometry = plan.geometry,
                                .layer_slots = {},
@@ -26,7 +27,8 @@ Result<std::unique_ptr<Tiers>> Tiers::create(const MemoryPlan& plan, const TierO
                                .ring_set_slots = plan.ring_set_slots,
                                .shares = plan.sequences,
                                .staging_slots = plan.staging_slots,
-                               .poison = options.poison};
+                               .poison = options.poison,
+                               .take_memory = take_memory};
   for (const LayerPlan& layer : plan.layers) {
     near_options.layer_slots.push_back(layer.slots);
     near_options.layer_ring.push_back(layer.ring);
@@ -38,7 +40,7 @@ Result<std::unique_ptr<Tiers>> Tiers::create(const MemoryPlan& plan, const TierO
     if (Status status = tiers->open_far(weights_hash); !status) return std::unexpected(status.error());
     // All of it will be in use, and a block that begins touches a place in every layer: a step would wait for
     // as many pages.
-    tiers->near_->populate();
+    tiers->near_->memory().populate();
   }
   return tiers;
 }
@@ -67,7 +69,8 @@ Status Tiers::open_far(std::uint64_t weights_hash) {
       port = options_.far.make_port(plan_.far_bytes);
       break;
     case FarKind::kHost: {
-      auto host = make_host_port(plan_.far_bytes);
+      auto host = near_->memory().on_host() ? make_host_port(plan_.far_bytes)
+                                            : make_beside_port(plan_.far_bytes, near_->memory());
       if (!host) return std::unexpected(host.error());
       port = options_.far.link ? make_paced_port(std::move(*host), *options_.far.link) : std::move(*host);
       options.verify = false;

@@ -26,9 +26,11 @@ struct SelectionRule {
 
 class Tiers {
  public:
-  /// `weights_hash`: names the model in a far file's header.
+  /// `weights_hash`: names the model in a far file's header. `take_memory`: for the near tier; null: the
+  /// host's.
   static Result<std::unique_ptr<Tiers>> create(const MemoryPlan& plan, const TierOptions& options,
-                                               std::uint64_t weights_hash);
+                                               std::uint64_t weights_hash,
+                                               const TakeNearMemory& take_memory = {});
   ~Tiers();
 
   const MemoryPlan& plan() const { return plan_; }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 
 #include "base/check.h"
 #include "base/file.h"
@@ -44,13 +43,47 @@ Result<std::unique_ptr<NearTier>> NearTier::create(const NearTierOptions& option
   }
   std::unique_ptr<NearTier> tier(new NearTier(options));
   const std::size_t bytes = tier->bytes_capacity();
-  tier->arena_ = AnonymousMemory::map(bytes);
-  if (tier->arena_.data() == nullptr) {
+  if (options.take_memory) {
+    auto memory = options.take_memory(bytes);
+    if (!memory) return std::unexpected(memory.error());
+    tier->memory_ = std::move(*memory);
+  } else {
+    tier->memory_ = make_host_near_memory(bytes);
+  }
+  if (tier->memory_ == nullptr) {
     return fail(ErrorCode::kOutOfMemory, "cannot take {} bytes for the KV cache: {}; lower the context (-c)",
                 bytes, errno_text(errno));
   }
-  if (options.poison) std::memset(tier->arena_.data(), 0xff, bytes);
+  if (options.poison) tier->poison(tier->memory_->data(), bytes);
   return tier;
+}
+
+// NaN where nobody may read; elsewhere tiles are read whole and weighed with 0, so only something large.
+void NearTier::poison(std::byte* from, std::size_t bytes) {
+  constexpr std::uint8_t kNaN = 0xff;
+  constexpr std::uint8_t kLarge = 0x7b;
+  memory_->fill(from, memory_->on_host() ? kNaN : kLarge, bytes);
+}
+
+const f16_bits* NearTier::transposed_keys(SlotIndex slot, std::vector<f16_bits>& scratch) const {
+  const KvGeometry& shape = geometry();
+  if (shape.layout == KvLayout::kTransposedKeys && memory_->on_host()) return k(slot);
+  const std::size_t block = 2 * shape.half_block_elements();
+  scratch.resize(2 * block);
+  f16_bits* const from = scratch.data() + block;
+  const NearCopy copy{.near = data(slot),
+                      .host = reinterpret_cast<std::byte*>(from),
+                      .bytes = shape.block_bytes(),
+                      .into_near = false};
+  memory_->copy({&copy, 1});
+  if (shape.layout == KvLayout::kTransposedKeys) return from;
+  const std::size_t width = std::size_t{shape.kv_heads} * shape.head_dim;
+  for (std::size_t token = 0; token < shape.block_tokens; ++token) {
+    for (std::size_t i = 0; i < width; ++i) {
+      scratch[i * shape.block_tokens + token] = from[2 * token * width + i];
+    }
+  }
+  return scratch.data();
 }
 
 std::optional<ShareIndex> NearTier::try_take_share() {
@@ -71,7 +104,7 @@ void NearTier::give_back_share(ShareIndex share) {
 void NearTier::note_freed(SlotIndex slot) {
   DD_CHECK(slots_in_use_ > 0);
   --slots_in_use_;
-  if (options_.poison) std::memset(data(slot), 0xff, geometry().slot_bytes());
+  if (options_.poison) poison(data(slot), geometry().slot_bytes());
 }
 
 }  // namespace dualdecoder

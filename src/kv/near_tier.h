@@ -5,26 +5,30 @@
 // KV streams.
 //
 // Address space for all slots is taken at start; the system gives memory when a slot is first written, so
-// what is resident is the most that has been in use so far, never above the arena. Which slot holds what is
-// kv/residency.h. Owned by the engine thread; the attention threads and the far tier's port read and write
-// slot contents while the engine thread leaves them alone.
+// what is resident is the most that has been in use so far, never above the arena. The arena may be a
+// device's memory instead (kv/near_memory.h): addresses of slots are then for its operations and copies
+// alone. Which slot holds what is kv/residency.h. Owned by the engine thread; the attention threads and the
+// far tier's port read and write slot contents while the engine thread leaves them alone.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
 #include <vector>
 
-#include "base/anonymous_memory.h"
 #include "base/error.h"
 #include "kv/geometry.h"
+#include "kv/near_memory.h"
 
 namespace dualdecoder {
 
 using ShareIndex = StrongInt<struct ShareIndexTag>;
 inline constexpr std::uint32_t kNoRing = UINT32_MAX;
+/// Takes memory for an arena of that many bytes.
+using TakeNearMemory = std::function<Result<std::unique_ptr<NearMemory>>(std::size_t bytes)>;
 
 struct NearTierOptions {
   KvGeometry geometry = {};
@@ -36,6 +40,7 @@ struct NearTierOptions {
   std::uint32_t staging_slots = 0;
   /// For tests: what is no longer valid is overwritten with NaN, so that reading it shows.
   bool poison = false;
+  TakeNearMemory take_memory = {};  // null: the host's
 };
 
 class NearTier {
@@ -73,11 +78,12 @@ class NearTier {
   f16_bits* v(SlotIndex slot) const { return k(slot) + geometry().half_block_elements(); }
   /// slot_bytes() of the geometry.
   std::byte* data(SlotIndex slot) const {
-    return arena_.data() + std::size_t{slot.value} * geometry().slot_bytes();
+    return memory_->data() + std::size_t{slot.value} * geometry().slot_bytes();
   }
-  /// Takes its memory from the system now, not where a block is first stored.
-  void populate() const { arena_.populate(); }
-  std::span<std::byte> arena() const { return {arena_.data(), bytes_capacity()}; }
+  NearMemory& memory() const { return *memory_; }
+  /// K of a slot in the layout kTransposedKeys, wherever and however it is kept. `scratch` may be written.
+  const f16_bits* transposed_keys(SlotIndex slot, std::vector<f16_bits>& scratch) const;
+  std::span<std::byte> arena() const { return {memory_->data(), bytes_capacity()}; }
 
   std::size_t bytes_capacity() const { return std::size_t{slots()} * geometry().slot_bytes(); }
   std::size_t bytes_in_use() const { return std::size_t{slots_in_use_} * geometry().slot_bytes(); }
@@ -89,12 +95,13 @@ class NearTier {
 
  private:
   explicit NearTier(const NearTierOptions& options);
+  void poison(std::byte* from, std::size_t bytes);
 
   NearTierOptions options_;
   std::uint32_t share_slots_ = 0;
   std::vector<std::uint32_t> slot_table_;  // [layer, index] -> slot within the share
   std::vector<std::uint32_t> layer_first_;
-  AnonymousMemory arena_;
+  std::unique_ptr<NearMemory> memory_;
   std::vector<ShareIndex> free_shares_;  // a stack: the share given back last is the warmest
   std::vector<bool> share_taken_;        // catches a share given back twice
   std::uint32_t slots_in_use_ = 0;

@@ -208,9 +208,10 @@ LayerRows Forward::project(LayerIndex layer) {
   if (device_) send_inputs(layer);
   run(backend(), current_->layers[layer.value]);
   if (device_) {
+    const bool kv = !options_.attends_on_device;
     fetch({{current_->q, mirror_->q},
-           {current_->k, mirror_->k},
-           {current_->v, mirror_->v},
+           {kv ? current_->k : nullptr, mirror_->k},
+           {kv ? current_->v : nullptr, mirror_->v},
            {last ? nullptr : current_->q_next, mirror_->q_next}});
   }
   return {.q = reinterpret_cast<const float*>(host().q),
@@ -222,7 +223,7 @@ LayerRows Forward::project(LayerIndex layer) {
 
 const float* Forward::logits() {
   DD_CHECK(current_->logits != nullptr, "begin() named no output rows");
-  if (device_) send(current_->attention, mirror_->attention);
+  send_attention();
   run(backend(), current_->logits);
   if (device_) fetch({{current_->logits_leaf, mirror_->logits}});
   return reinterpret_cast<const float*>(host().logits);
@@ -241,11 +242,26 @@ void Forward::run(const ggml_backend_ptr& backend, ggml_cgraph* graph) {
 
 // What a layer reads: the first one embeddings and positions, the others the attention of the one before.
 void Forward::send_inputs(LayerIndex layer) {
-  if (layer.value > 0) return send(current_->attention, mirror_->attention);
+  if (layer.value > 0) return send_attention();
   run(cpu_, current_->embedding);
   send(current_->x[0], mirror_->x[0]);
   send(current_->positions, mirror_->positions);
   if (current_->output_rows != nullptr) send(current_->output_rows, mirror_->output_rows);
+}
+
+void Forward::send_attention() {
+  if (device_ && !options_.attends_on_device) send(current_->attention, mirror_->attention);
+}
+
+DeviceRows Forward::device_rows() const {
+  DD_CHECK(device_ != nullptr);
+  return {.backend = device_.get(),
+          .buffer = places_->buffer.get(),
+          .q = places_->q,
+          .k = places_->k,
+          .v = places_->v,
+          .attention = places_->attention,
+          .host_q = reinterpret_cast<const float*>(mirror_->q)};
 }
 
 void Forward::send(ggml_tensor* to, const std::byte* from) {

@@ -25,6 +25,7 @@
 #include <ggml-cpp.h>
 
 #include "base/error.h"
+#include "model/device_attention.h"
 #include "model/model.h"
 
 namespace dualdecoder {
@@ -34,10 +35,12 @@ struct ForwardOptions {
   std::uint32_t rows_max = 512;     // of one step
   std::uint32_t outputs_max = 512;  // rows of one step that want logits
   bool batch_invariant = false;
-  bool next_query = false;  // LayerRows::q_next
+  bool next_query = false;         // LayerRows::q_next
+  bool attends_on_device = false;  // DeviceAttention reads K and V there and writes attention
 };
 
-/// In host memory, valid until the next begin(). Rows in the order of begin().
+/// In host memory, valid until the next begin(). Rows in the order of begin(). With attention on the device,
+/// K and V are not brought here, and `attention` is not read.
 struct LayerRows {
   const float* q = nullptr;  // [rows, heads, head_dim]
   /// The next layer's query weights on this layer's input: a guess of that layer's q. Null in the last layer.
@@ -64,6 +67,9 @@ class Forward {
 
   /// Runs fn(thread) for thread = 0 .. threads - 1 on ggml's threads and returns when all are done.
   void parallel(const std::function<void(std::uint32_t)>& fn);
+
+  /// Only with a device.
+  DeviceRows device_rows() const;
 
   std::uint32_t rows_max() const { return options_.rows_max; }
   std::uint32_t threads() const { return options_.threads; }
@@ -94,6 +100,7 @@ class Forward {
   bool place_temporaries(Graphs& graphs);
   static void run(const ggml_backend_ptr& backend, ggml_cgraph* graph);
   void send_inputs(LayerIndex layer);
+  void send_attention();
   void send(ggml_tensor* to, const std::byte* from);
   void fetch(std::initializer_list<std::pair<ggml_tensor*, std::byte*>> results);
 

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "attention/attention.h"
 #include "base/error.h"
 #include "kv/geometry.h"
 #include "model/gguf_file.h"
@@ -45,6 +46,13 @@ struct Hyperparameters {
 
   std::uint32_t query_width() const { return heads * head_dim; }
   std::uint32_t kv_width() const { return kv_heads * head_dim; }
+  AttentionShape attention_shape(const KvGeometry& geometry) const {
+    return {.heads = heads,
+            .kv_heads = kv_heads,
+            .head_dim = head_dim,
+            .block_tokens = geometry.block_tokens,
+            .scale = attention_scale};
+  }
   KvGeometry geometry(std::uint32_t block_tokens) const {
     return {.layers = layers, .kv_heads = kv_heads, .head_dim = head_dim, .block_tokens = block_tokens};
   }

@@ -8,6 +8,7 @@
 #include <gmock/gmock.h>
 #include <temporary_directory.h>
 
+#include "transfer/beside_port.h"
 #include "transfer/file_port.h"
 #include "transfer/host_port.h"
 #include "transfer/paced_port.h"
@@ -22,7 +23,7 @@ constexpr std::uint32_t kFarUnits = 512;
 constexpr std::uint32_t kNearUnits = 256;
 constexpr std::uint32_t kDepth = 32;
 
-enum class PortType { kHost, kPaced, kSimulated, kUring, kUringUnregistered, kThreads };
+enum class PortType { kHost, kBeside, kPaced, kSimulated, kUring, kUringUnregistered, kThreads };
 
 class PortContract : public testing::TestWithParam<PortType> {
  protected:
@@ -30,6 +31,9 @@ class PortContract : public testing::TestWithParam<PortType> {
     switch (GetParam()) {
       case PortType::kHost:
         port_ = *make_host_port(kFarUnits * kUnit, kDepth);
+        break;
+      case PortType::kBeside:
+        port_ = *make_beside_port(kFarUnits * kUnit, *memory_, kDepth);
         break;
       case PortType::kPaced:
         port_ = make_paced_port(*make_host_port(kFarUnits * kUnit, kDepth),
@@ -70,6 +74,7 @@ class PortContract : public testing::TestWithParam<PortType> {
 
   TemporaryDirectory directory_;
   AlignedMemory near_{kNearUnits * kUnit};
+  std::unique_ptr<NearMemory> memory_ = make_host_near_memory(kUnit);  // it copies wherever it is told to
   std::unique_ptr<FarFile> file_;
   std::unique_ptr<Port> port_;
   std::uint64_t far_begin_ = 0;
@@ -268,13 +273,15 @@ TEST_P(PortContract, MayBeDestroyedWithCopiesInFlight) {
 }
 
 std::string port_type_name(const testing::TestParamInfo<PortType>& info) {
-  constexpr std::array kNames = {"Host", "Paced", "Simulated", "Uring", "UringUnregistered", "Threads"};
+  constexpr std::array kNames = {"Host",   "Beside", "Paced", "Simulated", "Uring", "UringUnregistered",
+                                 "Threads"};
   return kNames[static_cast<std::size_t>(info.param)];
 }
 
 INSTANTIATE_TEST_SUITE_P(All, PortContract,
-                         testing::Values(PortType::kHost, PortType::kPaced, PortType::kSimulated,
-                                         PortType::kUring, PortType::kUringUnregistered, PortType::kThreads),
+                         testing::Values(PortType::kHost, PortType::kBeside, PortType::kPaced,
+                                         PortType::kSimulated, PortType::kUring, PortType::kUringUnregistered,
+                                         PortType::kThreads),
                          port_type_name);
 
 TEST(HostPort, ReadsZerosWhereNothingWasWritten) {
