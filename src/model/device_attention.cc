@@ -11,7 +11,7 @@ namespace {
 
 /// Tokens of a run are filled up to a multiple: the kernels of some devices want whole tiles.
 constexpr std::uint32_t kRunTokens = 256;
-constexpr std::size_t kAlignment = 256;
+constexpr std::size_t kPartAlignment = 256;
 constexpr std::size_t kRunsMax = 256;    // of one graph
 constexpr std::size_t kTensorsRun = 16;  // of one run
 
@@ -27,7 +27,9 @@ ggml_cgraph* make_graph(ggml_context* context, std::size_t runs) {
   return ggml_new_graph_custom(context, (runs + 1) * kTensorsRun, false);
 }
 
-std::size_t aligned(std::size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+std::size_t part_bytes(std::size_t bytes) {
+  return (bytes + kPartAlignment - 1) / kPartAlignment * kPartAlignment;
+}
 
 /// Of K and V of one token.
 std::size_t elements(const KvGeometry& geometry) {
@@ -65,10 +67,10 @@ std::uint32_t DeviceAttention::padded_tokens(std::uint32_t blocks) const {
 DeviceAttention::Layout DeviceAttention::layout_for(const KvGeometry& geometry, std::uint32_t context,
                                                     std::uint32_t rows_max) {
   Layout layout{.tokens = whole_runs((geometry.blocks_for(context) + 1) * geometry.block_tokens)};
-  layout.slots = aligned(layout.tokens * elements(geometry) * sizeof(f16_bits));
-  layout.mask = layout.slots + aligned(layout.tokens / geometry.block_tokens * sizeof(std::int32_t));
-  layout.places = layout.mask + aligned(std::size_t{layout.tokens} * rows_max * sizeof(ggml_fp16_t));
-  layout.all = layout.places + aligned(std::size_t{2} * rows_max * sizeof(std::int64_t));
+  layout.slots = part_bytes(layout.tokens * elements(geometry) * sizeof(f16_bits));
+  layout.mask = layout.slots + part_bytes(layout.tokens / geometry.block_tokens * sizeof(std::int32_t));
+  layout.places = layout.mask + part_bytes(std::size_t{layout.tokens} * rows_max * sizeof(ggml_fp16_t));
+  layout.all = layout.places + part_bytes(std::size_t{2} * rows_max * sizeof(std::int64_t));
   return layout;
 }
 
