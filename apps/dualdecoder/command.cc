@@ -40,8 +40,8 @@ void add_model_options(CLI::App& command, ModelOptions& options) {
   command
       .add_option(
           "--device", options.device,
-          "Where weights lie and layers are computed, one of `dualdecoder devices`; attention and KV stay "
-          "with the CPU")
+          "Where weights and the near tier lie and layers and attention are computed, one of `dualdecoder "
+          "devices`; with --far file attention and KV stay with the CPU")
       ->capture_default_str()
       ->type_name("NAME");
   add_rpc_option(command, options.rpc_servers);
