@@ -73,11 +73,8 @@ std::uint64_t largest_context(const Hyperparameters& model, const EngineOptions&
 
 struct ActivationBytes {
   std::uint64_t host = 0;
-  std::uint64_t device = 0;     // other than the CPU
-  std::uint64_t attention = 0;  // on the device
+  std::uint64_t device = 0;  // other than the CPU
 };
-
-bool near_on_device(const MemoryPlan& plan) { return plan.geometry.layout == KvLayout::kTokens; }
 
 /// Those of an engine made for the same steps, with next to no KV.
 Result<ActivationBytes> activation_bytes(const Model& model, const EngineOptions& options) {
@@ -86,7 +83,7 @@ Result<ActivationBytes> activation_bytes(const Model& model, const EngineOptions
   bare.context = std::max(1U, options.prefill_chunk);
   const auto engine = Engine::create(model, bare);
   if (!engine) return std::unexpected(engine.error());
-  return ActivationBytes{(*engine)->activation_bytes(), (*engine)->device_activation_bytes(), 0};
+  return ActivationBytes{(*engine)->activation_bytes(), (*engine)->device_activation_bytes()};
 }
 
 std::uint64_t draft_weights_bytes(const EngineOptions& options) {
@@ -99,7 +96,7 @@ std::uint64_t host_weights_bytes(const Model& model) {
 
 std::uint64_t resident_bytes(const Model& model, const EngineOptions& options, const MemoryPlan& plan,
                              std::uint64_t activation_bytes, std::uint64_t base_bytes) {
-  return (near_on_device(plan) ? 0 : plan.near_bytes()) + host_weights_bytes(model) +
+  return (plan.near_on_device() ? 0 : plan.near_bytes()) + host_weights_bytes(model) +
          draft_weights_bytes(options) + plan.draft_bytes + activation_bytes + plan.digest_bytes +
          plan.table_bytes + base_bytes + (options.tiers.far.kind == FarKind::kHost ? plan.far_bytes : 0);
 }
@@ -112,13 +109,13 @@ void print_text(const Model& model, const EngineOptions& options, const MemoryPl
   const auto line = [](const char* name, std::uint64_t bytes, const std::string& note) {
     fmt::print("  {:<22}{:>12}   {}\n", name, text_of(bytes), note);
   };
-  fmt::print("near tier{}\n", near_on_device(plan) ? ", on the device" : "");
+  fmt::print("near tier{}\n", plan.near_on_device() ? ", on the device" : "");
   line("KV: window", plan.near_window_bytes,
        plan.tiered() ? "first and last tokens, windowed and dense layers" : "all");
   line("KV: selected", plan.near_selected_bytes, plan.tiered() ? selected_text(plan) : "");
   line("KV: staging", plan.near_staging_bytes, "");
   line("KV near in all", plan.near_bytes(), "");
-  if (near_on_device(plan)) fmt::print("host memory\n");
+  if (plan.near_on_device()) fmt::print("host memory\n");
   line("weights", host_weights_bytes(model), "");
   if (options.draft.model != nullptr) {
     line("draft model: weights", draft_weights_bytes(options), options.draft.model->path());
@@ -129,13 +126,14 @@ void print_text(const Model& model, const EngineOptions& options, const MemoryPl
     fmt::print("{}, {}\n", model.device().name(), model.device().description());
     line("weights", model.weights().device_bytes(), "");
     line("activations", activations.device, "");
-    std::uint64_t all = model.weights().device_bytes() + activations.device;
-    if (near_on_device(plan)) {
-      line("attention", activations.attention, "one layer's KV, masks");
-      line("KV near", plan.device_near_bytes(), "with a block to spare");
-      all += activations.attention + plan.device_near_bytes();
+    if (plan.near_on_device()) {
+      line("attention", plan.device_attention_bytes, "one layer's KV, masks");
+      line("KV near", plan.device_near_bytes, "with a block to spare");
     }
-    line("in all", all, "");
+    line("in all",
+         model.weights().device_bytes() + activations.device + plan.device_attention_bytes +
+             plan.device_near_bytes,
+         "");
   }
   fmt::print("host memory\n");
   line("digests", plan.digest_bytes, "");
@@ -174,8 +172,8 @@ nlohmann::ordered_json json_of(const Model& model, const EngineOptions& options,
       {"device", model.device().name()},
       {"device_weights_bytes", model.weights().device_bytes()},
       {"device_activation_bytes", activations.device},
-      {"device_attention_bytes", activations.attention},
-      {"device_near_bytes", plan.device_near_bytes()},
+      {"device_attention_bytes", plan.device_attention_bytes},
+      {"device_near_bytes", plan.device_near_bytes},
       {"digest_bytes", plan.digest_bytes},
       {"table_bytes", plan.table_bytes},
       {"base_bytes", base_bytes},
@@ -208,12 +206,10 @@ Status run_plan(const PlanOptions& options) {
   if (draft != nullptr) packed += draft->weights().repacked_bytes();
   const std::uint64_t base = program + loaded - std::min(loaded, packed);
   engine->sequences = options.sequences;
-  const auto plan =
-      plan_memory((*model)->hyperparameters(), *engine, kv_layout((*model)->device(), engine->tiers));
+  const auto plan = plan_memory((*model)->hyperparameters(), *engine, (*model)->device());
   if (!plan) return std::unexpected(plan.error());
-  auto activations = activation_bytes(**model, *engine);
+  const auto activations = activation_bytes(**model, *engine);
   if (!activations) return std::unexpected(activations.error());
-  activations->attention = plan->device_attention_bytes;
   std::optional<Estimate> expected;
   if (options.measure) {
     const auto measured = estimate(**model, *engine, *plan);

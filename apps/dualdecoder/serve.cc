@@ -59,7 +59,7 @@ Status add_keys_from(const std::string& path, std::vector<std::string>& keys) {
 std::uint64_t default_far_bytes(const EngineOptions& options, const Model& model) {
   EngineOptions contexts = options;
   contexts.tiers.keep_prefixes = false;
-  const auto plan = plan_memory(model.hyperparameters(), contexts);
+  const auto plan = plan_memory(model.hyperparameters(), contexts, model.device());
   const std::uint64_t needed = plan ? 4 * plan->far_bytes : 0;
   if (options.tiers.far.kind != FarKind::kHost) return needed;
   const auto pages = static_cast<std::uint64_t>(std::max(sysconf(_SC_PHYS_PAGES), 0L));
@@ -96,7 +96,7 @@ std::string rate_text(double per_second) {
 
 // A far tier that is too slow for its contexts should not be found out by those who wait for answers.
 void log_expected_speed(const Model& model, const EngineOptions& options) {
-  const auto plan = plan_memory(model.hyperparameters(), options);
+  const auto plan = plan_memory(model.hyperparameters(), options, model.device());
   const Policy policy = options.tiers.policy;
   if (!plan || !plan->tiered() || policy == Policy::kFull || policy == Policy::kOracle) return;
   // An engine binds its thread to a CPU, and this one's threads are not to inherit that.

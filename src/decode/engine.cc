@@ -58,7 +58,7 @@ Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineO
     if (!draft) return std::unexpected(draft.error());
     engine->draft_ = std::move(*draft);
   }
-  const auto plan = plan_memory(shape, options, kv_layout(model.device(), options.tiers));
+  const auto plan = plan_memory(shape, options, model.device());
   if (!plan) return std::unexpected(plan.error());
   const std::uint64_t weights_hash = options.tiers.far.kind == FarKind::kFile ? model.weights_hash() : 0;
   auto tiers = Tiers::create(*plan, options.tiers, weights_hash, engine->near_memory(*plan));
@@ -77,7 +77,7 @@ Result<std::unique_ptr<Engine>> Engine::create(const Model& model, const EngineO
 
 // With a device the near tier lies in its memory, with a slot behind the last one (DeviceAttention::append).
 TakeNearMemory Engine::near_memory(const MemoryPlan& plan) {
-  if (plan.geometry.layout == KvLayout::kTransposedKeys) return {};
+  if (!plan.near_on_device()) return {};
   return [this,
           slot_bytes = plan.geometry.slot_bytes()](std::size_t bytes) -> Result<std::unique_ptr<NearMemory>> {
     auto memory = DeviceNearMemory::create(model_.device(), bytes + slot_bytes);

@@ -5,6 +5,7 @@
 #include "attention/attention.h"
 #include "base/units.h"
 #include "model/device_attention.h"
+#include "model/device_near_memory.h"
 #include "model/model.h"
 #include "select/digest.h"
 
@@ -18,12 +19,20 @@ constexpr std::uint64_t kTableBytesPerBlock = 4 + 8;  // of a layer: its place, 
 // Numbers of a row of the index, its keys, and what is unused of its database's pages.
 constexpr std::uint64_t kIndexRowBytes = 256;
 
+// A device attends where the far tier is host memory, or none.
+KvLayout kv_layout(const Device& device, const TierOptions& tiers) {
+  const FarKind far = tiers.far.kind;
+  const bool here = device.is_cpu() || (far != FarKind::kNone && far != FarKind::kHost) ||
+                    tiers.policy == Policy::kOracle;  // which looks at every key
+  return here ? KvLayout::kTransposedKeys : KvLayout::kTokens;
+}
+
 class Planner {
  public:
-  Planner(const Hyperparameters& model, const EngineOptions& options, KvLayout layout)
+  Planner(const Hyperparameters& model, const EngineOptions& options, const Device& device)
       : model_(model), options_(options), tiers_(options.tiers) {
     plan_.geometry = model.geometry(options.block_tokens);
-    plan_.geometry.layout = layout;
+    plan_.geometry.layout = kv_layout(device, tiers_);
     plan_.context = options.context;
     plan_.sequences = options.sequences;
     context_blocks_ = blocks(options.context);
@@ -185,7 +194,10 @@ class Planner {
     }
     plan_.near_selected_bytes += sequences * plan_.ring_sets * plan_.ring_set_slots * slot_bytes();
     plan_.near_staging_bytes = plan_.staging_slots * slot_bytes();
-    if (plan_.geometry.layout == KvLayout::kTokens) plan_.device_attention_bytes = device_attention_bytes();
+    if (plan_.near_on_device()) {
+      plan_.device_attention_bytes = device_attention_bytes();
+      plan_.device_near_bytes = DeviceNearMemory::bytes_for(plan_.near_bytes() + slot_bytes());
+    }
     plan_.far_bytes = std::uint64_t{plan_.far_pages} * plan_.geometry.page_bytes();
     const std::uint64_t table_entries = sequences * context_blocks_ * model_.layers;
     plan_.table_bytes = table_entries * kTableBytesPerBlock;
@@ -221,21 +233,13 @@ class Planner {
 
 }  // namespace
 
-KvLayout kv_layout(const Device& device, const TierOptions& tiers) {
-  const FarKind far = tiers.far.kind;
-  const bool here = device.is_cpu() || (far != FarKind::kNone && far != FarKind::kHost) ||
-                    tiers.policy == Policy::kOracle;  // which looks at every key
-  return here ? KvLayout::kTransposedKeys : KvLayout::kTokens;
-}
-
-Result<MemoryPlan> plan_memory(const Hyperparameters& model, const EngineOptions& options, KvLayout layout) {
-  auto plan = Planner(model, options, layout).plan();
+Result<MemoryPlan> plan_memory(const Hyperparameters& model, const EngineOptions& options,
+                               const Device& device) {
+  auto plan = Planner(model, options, device).plan();
   if (!plan || options.draft.model == nullptr) return plan;
   const EngineOptions of_draft = options.of_draft();
-  const Model& model_of_draft = *options.draft.model;
-  const auto draft =
-      Planner(model_of_draft.hyperparameters(), of_draft, kv_layout(model_of_draft.device(), of_draft.tiers))
-          .plan();
+  const Model& draft_model = *options.draft.model;
+  const auto draft = Planner(draft_model.hyperparameters(), of_draft, draft_model.device()).plan();
   if (!draft) return draft;
   plan->draft_bytes = draft->near_bytes();
   return plan;

@@ -52,12 +52,13 @@ struct MemoryPlan {
   std::uint64_t table_bytes = 0;        // block tables, checksums
   std::uint64_t draft_bytes = 0;        // KV of the draft model, all of it near; not in near_bytes()
 
-  std::uint64_t device_attention_bytes = 0;  // of all tracks; 0 where the CPU attends
+  // Of a device that attends; 0 where the CPU does.
+  std::uint64_t device_attention_bytes = 0;  // all tracks
+  std::uint64_t device_near_bytes = 0;  // near_bytes(), the slot for rows without a place, and aligning them
 
-  /// Of the device: near_bytes(), and the slot that rows without a place are written to.
-  std::uint64_t device_near_bytes() const {
-    return geometry.layout == KvLayout::kTokens ? near_bytes() + geometry.slot_bytes() + kBlockAlignment : 0;
-  }
+  /// The near tier lies in the memory of the model's device, which attends to it there. Otherwise it is the
+  /// host's, and the CPU attends.
+  bool near_on_device() const { return geometry.layout == KvLayout::kTokens; }
   std::uint64_t near_bytes() const { return near_window_bytes + near_selected_bytes + near_staging_bytes; }
   bool tiered() const { return far_pages > 0; }
   /// The largest selection that `layer`, a selecting one, has room for.
@@ -66,12 +67,8 @@ struct MemoryPlan {
   }
 };
 
-/// kTokens where the near tier lies in the memory of the model's device, which attends to it there: with a
-/// far tier in host memory, or none. Otherwise the near tier is the host's, and the CPU attends.
-KvLayout kv_layout(const Device& device, const TierOptions& tiers);
-
-/// kInvalidArgument names the option and what would do. `options.context` is not 0.
+/// For a model on `device`. kInvalidArgument names the option and what would do. `options.context` is not 0.
 Result<MemoryPlan> plan_memory(const Hyperparameters& model, const EngineOptions& options,
-                               KvLayout layout = KvLayout::kTransposedKeys);
+                               const Device& device = {});
 
 }  // namespace dualdecoder

@@ -14,7 +14,6 @@ class HostNearMemory final : public NearMemory {
   explicit HostNearMemory(AnonymousMemory memory) : memory_(std::move(memory)) {}
 
   std::byte* data() const override { return memory_.data(); }
-  std::size_t bytes() const override { return memory_.bytes(); }
   bool on_host() const override { return true; }
   void populate() const override { memory_.populate(); }
 

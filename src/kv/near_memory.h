@@ -22,7 +22,6 @@ class NearMemory {
   virtual ~NearMemory() = default;
 
   virtual std::byte* data() const = 0;
-  virtual std::size_t bytes() const = 0;
   /// Whether data() may be read and written through.
   virtual bool on_host() const = 0;
   /// Takes all memory from the system now.

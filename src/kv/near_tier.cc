@@ -67,7 +67,7 @@ void NearTier::poison(std::byte* from, std::size_t bytes) {
 
 const f16_bits* NearTier::transposed_keys(SlotIndex slot, std::vector<f16_bits>& scratch) const {
   const KvGeometry& shape = geometry();
-  if (shape.layout == KvLayout::kTransposedKeys && memory_->on_host()) return k(slot);
+  if (shape.layout == KvLayout::kTransposedKeys) return k(slot);
   const std::size_t block = 2 * shape.half_block_elements();
   scratch.resize(2 * block);
   f16_bits* const from = scratch.data() + block;
@@ -76,7 +76,6 @@ const f16_bits* NearTier::transposed_keys(SlotIndex slot, std::vector<f16_bits>&
                       .bytes = shape.block_bytes(),
                       .into_near = false};
   memory_->copy({&copy, 1});
-  if (shape.layout == KvLayout::kTransposedKeys) return from;
   const std::size_t width = std::size_t{shape.kv_heads} * shape.head_dim;
   for (std::size_t token = 0; token < shape.block_tokens; ++token) {
     for (std::size_t i = 0; i < width; ++i) {

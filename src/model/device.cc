@@ -9,6 +9,8 @@
 
 #include <fmt/ranges.h>
 
+#include "base/check.h"
+
 namespace dualdecoder {
 namespace {
 
@@ -91,6 +93,11 @@ Status Device::add_rpc_server(const std::string& endpoint) {
 
 std::string Device::name() const { return ggml_backend_dev_name(ggml_device(*this)); }
 std::string Device::description() const { return ggml_backend_dev_description(ggml_device(*this)); }
+
+void compute_graph(ggml_backend_t backend, ggml_cgraph* graph) {
+  const ggml_status status = ggml_backend_graph_compute(backend, graph);
+  DD_CHECK(status == GGML_STATUS_SUCCESS, "ggml status {}", static_cast<int>(status));
+}
 
 DeviceMemory Device::memory() const {
   DeviceMemory memory;

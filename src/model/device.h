@@ -47,4 +47,7 @@ class Device {
   ggml_backend_dev_t handle_ = nullptr;  // null: the CPU
 };
 
+/// Returns when all of it has been computed.
+void compute_graph(ggml_backend_t backend, ggml_cgraph* graph);
+
 }  // namespace dualdecoder

@@ -38,6 +38,11 @@ std::size_t elements(const KvGeometry& geometry) {
 
 std::uint32_t whole_runs(std::uint32_t tokens) { return (tokens + kRunTokens - 1) / kRunTokens * kRunTokens; }
 
+ggml_tensor* at(ggml_tensor* tensor, ggml_backend_buffer_t buffer, std::byte* address) {
+  DD_CHECK(ggml_backend_tensor_alloc(buffer, tensor, address) == GGML_STATUS_SUCCESS);
+  return tensor;
+}
+
 /// A view of what lies in a buffer already.
 ggml_tensor* placed(ggml_tensor* view) {
   DD_CHECK(ggml_backend_view_init(view) == GGML_STATUS_SUCCESS);
@@ -114,13 +119,6 @@ Status DeviceAttention::check_operations() const {
   return {};
 }
 
-ggml_tensor* DeviceAttention::leaf(ggml_context* context, ggml_type type, std::int64_t width,
-                                   std::int64_t count, ggml_backend_buffer_t buffer, std::byte* address) {
-  ggml_tensor* tensor = ggml_new_tensor_2d(context, type, width, count);
-  DD_CHECK(ggml_backend_tensor_alloc(buffer, tensor, address) == GGML_STATUS_SUCCESS);
-  return tensor;
-}
-
 // ---- append
 
 void DeviceAttention::append(std::span<const std::optional<TokenPlace>> places) {
@@ -137,21 +135,21 @@ void DeviceAttention::append(std::span<const std::optional<TokenPlace>> places) 
     token_rows_[places.size() + r] = row + 1;
   }
   const ggml_context_ptr context = make_context(1);
-  ggml_tensor* to = leaf(context.get(), GGML_TYPE_F16, static_cast<std::int64_t>(width),
-                         (std::int64_t{options_.slots} + 1) * half_rows, near_.buffer(), near_.data());
   ggml_cgraph* graph = make_graph(context.get(), 1);
-  for (int half = 0; half < 2; ++half) {
-    ggml_tensor* from = leaf(context.get(), GGML_TYPE_F32, static_cast<std::int64_t>(width), rows,
-                             rows_.buffer, half == 0 ? rows_.k : rows_.v);
-    ggml_tensor* index = ggml_new_tensor_1d(context.get(), GGML_TYPE_I64, rows);
-    const std::size_t offset = static_cast<std::size_t>(half) * places.size();
-    DD_CHECK(ggml_backend_tensor_alloc(buffer_.get(), index, places_ + offset * sizeof(std::int64_t)) ==
-             GGML_STATUS_SUCCESS);
+  const auto columns = static_cast<std::int64_t>(width);
+  ggml_tensor* to = at(ggml_new_tensor_2d(context.get(), GGML_TYPE_F16, columns,
+                                          (std::int64_t{options_.slots} + 1) * half_rows),
+                       near_.buffer(), near_.data());
+  for (const std::size_t half : {0, 1}) {
+    ggml_tensor* from = at(ggml_new_tensor_2d(context.get(), GGML_TYPE_F32, columns, rows), rows_.buffer,
+                           half == 0 ? rows_.k : rows_.v);
+    const std::size_t offset = half * places.size();
+    ggml_tensor* index = at(ggml_new_tensor_1d(context.get(), GGML_TYPE_I64, rows), buffer_.get(),
+                            places_ + offset * sizeof(std::int64_t));
     ggml_backend_tensor_set_async(rows_.backend, index, token_rows_.data() + offset, 0, ggml_nbytes(index));
     ggml_build_forward_expand(graph, placed(ggml_set_rows(context.get(), to, from, index)));
   }
-  const ggml_status status = ggml_backend_graph_compute(rows_.backend, graph);
-  DD_CHECK(status == GGML_STATUS_SUCCESS, "ggml status {}", static_cast<int>(status));
+  compute_graph(rows_.backend, graph);
 }
 
 // ---- attend
@@ -161,34 +159,36 @@ void DeviceAttention::attend(std::span<const AttentionGroup> groups) {
   compute();
 }
 
+void DeviceAttention::begin_run(const AttentionGroup& group, std::uint32_t blocks) {
+  if (!runs_.empty() && !runs_.back().complete) {  // its sequence failed, and it was not gone on with
+    runs_.clear();
+    slots_.clear();
+  }
+  views_.clear();
+  Run run{.rows = group.rows};
+  run.first_row =
+      static_cast<std::uint32_t>(group.q - rows_.host_q) / (options_.shape.heads * options_.shape.head_dim);
+  if (!runs_.empty()) {
+    const Run& before = runs_.back();
+    run.first_token = before.first_token + padded_tokens(before.blocks);
+    run.mask = before.mask + std::size_t{padded_tokens(before.blocks)} * before.rows;
+    const std::uint32_t tokens = padded_tokens(blocks);
+    if (runs_.size() == kRunsMax || run.first_token + tokens > tokens_max_ ||
+        run.mask + std::size_t{tokens} * group.rows > mask_elements_) {
+      compute();
+      run.first_token = 0;
+      run.mask = 0;
+    }
+  }
+  run.first_slot = static_cast<std::uint32_t>(slots_.size());
+  runs_.push_back(run);
+}
+
 void DeviceAttention::add(const AttentionGroup& group) {
   DD_CHECK(group.lse == nullptr && (!group.carry.resume || (!runs_.empty() && !runs_.back().complete)));
-  std::uint32_t blocks = 0;
-  for (const KvBlockView& view : group.blocks) blocks += view.k != nullptr ? 1 : 0;
-  if (!group.carry.resume) {
-    if (!runs_.empty() && !runs_.back().complete) {  // its sequence failed, and it was not gone on with
-      runs_.clear();
-      slots_.clear();
-    }
-    const std::uint32_t width = static_cast<std::uint32_t>(options_.shape.heads * options_.shape.head_dim);
-    Run run{.rows = group.rows};
-    run.first_row = static_cast<std::uint32_t>((group.q - rows_.host_q) / width);
-    if (!runs_.empty()) {
-      const Run& before = runs_.back();
-      run.first_token = before.first_token + padded_tokens(before.blocks);
-      run.mask = before.mask + std::size_t{padded_tokens(before.blocks)} * before.rows;
-      const std::uint32_t tokens = padded_tokens(blocks);
-      if (runs_.size() == kRunsMax || run.first_token + tokens > tokens_max_ ||
-          run.mask + std::size_t{tokens} * group.rows > mask_elements_) {
-        compute();
-        run.first_token = 0;
-        run.mask = 0;
-      }
-    }
-    run.first_slot = static_cast<std::uint32_t>(slots_.size());
-    runs_.push_back(run);
-    views_.clear();
-  }
+  const auto blocks = static_cast<std::uint32_t>(
+      std::ranges::count_if(group.blocks, [](const KvBlockView& view) { return view.k != nullptr; }));
+  if (!group.carry.resume) begin_run(group, blocks);
   Run& run = runs_.back();
   for (const KvBlockView& view : group.blocks) {
     if (view.k == nullptr) continue;
@@ -227,27 +227,19 @@ void DeviceAttention::compute() {
   if (runs_.empty()) return;
   const ggml_context_ptr context = make_context(runs_.size());
   ggml_cgraph* graph = make_graph(context.get(), runs_.size());
-  if (!slots_.empty()) {
-    ggml_tensor* slots = leaf(context.get(), GGML_TYPE_I32, static_cast<std::int64_t>(slots_.size()), 1,
-                              buffer_.get(), slots_on_device_);
-    ggml_backend_tensor_set_async(rows_.backend, slots, slots_.data(), 0, ggml_nbytes(slots));
-  }
+  if (!slots_.empty()) send(context.get(), GGML_TYPE_I32, std::as_bytes(std::span(slots_)), slots_on_device_);
   for (Run& run : runs_) {
     if (run.gathered < run.blocks) ggml_build_forward_expand(graph, gather(context.get(), run));
     run.gathered = run.blocks;
   }
-  const std::size_t elements = mask_.size();
-  if (mask_ != mask_sent_) {
-    ggml_tensor* mask = leaf(context.get(), GGML_TYPE_F16, static_cast<std::int64_t>(elements), 1,
-                             buffer_.get(), mask_on_device_);
-    ggml_backend_tensor_set_async(rows_.backend, mask, mask_.data(), 0, ggml_nbytes(mask));
-    mask_sent_ = mask_;
+  if (!mask_.empty() && mask_ != mask_sent_) {  // the same for many layers
+    std::swap(mask_, mask_sent_);
+    send(context.get(), GGML_TYPE_F16, std::as_bytes(std::span(mask_sent_)), mask_on_device_);
   }
   for (const Run& run : runs_) {
     if (run.complete && run.blocks > 0) ggml_build_forward_expand(graph, attend(context.get(), run));
   }
-  const ggml_status status = ggml_backend_graph_compute(rows_.backend, graph);
-  DD_CHECK(status == GGML_STATUS_SUCCESS, "ggml status {}", static_cast<int>(status));
+  compute_graph(rows_.backend, graph);
   slots_.clear();
   mask_.clear();
   if (runs_.back().complete) {
@@ -259,23 +251,27 @@ void DeviceAttention::compute() {
   }
 }
 
+void DeviceAttention::send(ggml_context* context, ggml_type type, std::span<const std::byte> values,
+                           std::byte* address) {
+  const auto count = static_cast<std::int64_t>(values.size() / ggml_type_size(type));
+  ggml_tensor* to = at(ggml_new_tensor_1d(context, type, count), buffer_.get(), address);
+  ggml_backend_tensor_set_async(rows_.backend, to, values.data(), 0, values.size());
+}
+
 // Whole blocks, as 32-bit words that are only moved.
 ggml_tensor* DeviceAttention::gather(ggml_context* context, const Run& run) const {
   const KvGeometry& geometry = options_.geometry;
-  const auto words = static_cast<std::int64_t>(geometry.block_bytes() / sizeof(float));
-  const auto slot_words = static_cast<std::int64_t>(geometry.slot_bytes() / sizeof(float));
-  ggml_tensor* all = leaf(context, GGML_TYPE_F32, slot_words, options_.slots, near_.buffer(), near_.data());
-  ggml_tensor* blocks = placed(ggml_view_2d(context, all, words, options_.slots, geometry.slot_bytes(), 0));
-  ggml_tensor* slots = ggml_new_tensor_1d(context, GGML_TYPE_I32, run.blocks - run.gathered);
-  DD_CHECK(ggml_backend_tensor_alloc(buffer_.get(), slots,
-                                     slots_on_device_ + run.first_slot * sizeof(std::int32_t)) ==
-           GGML_STATUS_SUCCESS);
-  ggml_tensor* gathered = ggml_get_rows(context, blocks, slots);
+  const auto words = [](std::size_t bytes) { return static_cast<std::int64_t>(bytes / sizeof(float)); };
+  ggml_tensor* all =
+      at(ggml_new_tensor_2d(context, GGML_TYPE_F32, words(geometry.slot_bytes()), options_.slots),
+         near_.buffer(), near_.data());
+  ggml_tensor* blocks = placed(
+      ggml_view_2d(context, all, words(geometry.block_bytes()), options_.slots, geometry.slot_bytes(), 0));
+  ggml_tensor* slots = at(ggml_new_tensor_1d(context, GGML_TYPE_I32, run.blocks - run.gathered),
+                          buffer_.get(), slots_on_device_ + run.first_slot * sizeof(std::int32_t));
   const std::size_t token = run.first_token + std::size_t{run.gathered} * geometry.block_tokens;
-  DD_CHECK(ggml_backend_tensor_alloc(buffer_.get(), gathered,
-                                     gathered_ + token * elements(geometry) * sizeof(f16_bits)) ==
-           GGML_STATUS_SUCCESS);
-  return gathered;
+  return at(ggml_get_rows(context, blocks, slots), buffer_.get(),
+            gathered_ + token * elements(geometry) * sizeof(f16_bits));
 }
 
 ggml_tensor* DeviceAttention::attend(ggml_context* context, const Run& run) const {
@@ -285,24 +281,22 @@ ggml_tensor* DeviceAttention::attend(ggml_context* context, const Run& run) cons
   const std::size_t token_width = elements(options_.geometry);
   const std::size_t token_bytes = token_width * sizeof(f16_bits);
   const std::size_t head_bytes = shape.head_dim * sizeof(f16_bits);
-  ggml_tensor* kv = leaf(context, GGML_TYPE_F16, static_cast<std::int64_t>(token_width), tokens,
-                         buffer_.get(), gathered_ + run.first_token * token_bytes);
+  ggml_tensor* kv =
+      at(ggml_new_tensor_2d(context, GGML_TYPE_F16, static_cast<std::int64_t>(token_width), tokens),
+         buffer_.get(), gathered_ + run.first_token * token_bytes);
   const auto half = [&](std::size_t offset) {
     return placed(
         ggml_view_3d(context, kv, head_dim, tokens, shape.kv_heads, token_bytes, head_bytes, offset));
   };
-  const std::size_t row_bytes = std::size_t{shape.heads} * shape.head_dim * sizeof(float);
-  ggml_tensor* q = ggml_new_tensor_3d(context, GGML_TYPE_F32, head_dim, shape.heads, run.rows);
-  DD_CHECK(ggml_backend_tensor_alloc(rows_.buffer, q, rows_.q + run.first_row * row_bytes) ==
-           GGML_STATUS_SUCCESS);
-  ggml_tensor* mask = leaf(context, GGML_TYPE_F16, tokens, run.rows, buffer_.get(),
-                           mask_on_device_ + run.mask * sizeof(ggml_fp16_t));
+  const std::size_t row_offset = run.first_row * std::size_t{shape.heads} * shape.head_dim * sizeof(float);
+  ggml_tensor* q = at(ggml_new_tensor_3d(context, GGML_TYPE_F32, head_dim, shape.heads, run.rows),
+                      rows_.buffer, rows_.q + row_offset);
+  ggml_tensor* mask = at(ggml_new_tensor_2d(context, GGML_TYPE_F16, tokens, run.rows), buffer_.get(),
+                         mask_on_device_ + run.mask * sizeof(ggml_fp16_t));
   ggml_tensor* result = ggml_flash_attn_ext(context, placed(ggml_permute(context, q, 0, 2, 1, 3)), half(0),
                                             half(token_bytes / 2), mask, shape.scale, 0.0f, 0.0f);
   ggml_prec_set_acc(result, GGML_PREC_F32);
-  DD_CHECK(ggml_backend_tensor_alloc(rows_.buffer, result, rows_.attention + run.first_row * row_bytes) ==
-           GGML_STATUS_SUCCESS);
-  return result;
+  return at(result, rows_.buffer, rows_.attention + row_offset);
 }
 
 }  // namespace dualdecoder

@@ -94,14 +94,14 @@ class DeviceAttention {
   Status allocate();
   Status check_operations() const;
   std::uint32_t padded_tokens(std::uint32_t blocks) const;
+  void begin_run(const AttentionGroup& group, std::uint32_t blocks);
   void add(const AttentionGroup& group);
   void add_mask(Run& run, const AttentionGroup& group);
   void compute();
   ggml_tensor* gather(ggml_context* context, const Run& run) const;
   ggml_tensor* attend(ggml_context* context, const Run& run) const;
-  /// A tensor at an address of a buffer.
-  static ggml_tensor* leaf(ggml_context* context, ggml_type type, std::int64_t width, std::int64_t count,
-                           ggml_backend_buffer_t buffer, std::byte* address);
+  /// Values that live until compute_graph().
+  void send(ggml_context* context, ggml_type type, std::span<const std::byte> values, std::byte* address);
 
   Device device_;
   DeviceNearMemory& near_;

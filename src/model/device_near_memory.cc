@@ -4,7 +4,6 @@
 
 #include "base/check.h"
 #include "base/units.h"
-#include "kv/geometry.h"
 
 namespace dualdecoder {
 
@@ -12,8 +11,7 @@ Result<std::unique_ptr<DeviceNearMemory>> DeviceNearMemory::create(const Device&
   DD_CHECK(!device.is_cpu() && bytes > 0);
   std::unique_ptr<DeviceNearMemory> memory(new DeviceNearMemory());
   memory->device_ = device;
-  memory->bytes_ = bytes;
-  memory->buffer_.reset(ggml_backend_buft_alloc_buffer(device.buffer_type(), bytes + kBlockAlignment));
+  memory->buffer_.reset(ggml_backend_buft_alloc_buffer(device.buffer_type(), bytes_for(bytes)));
   if (!memory->buffer_) {
     return fail(ErrorCode::kOutOfMemory,
                 "{} has no room for a near tier of {}; lower --near-memory, -c or the number of sequences",

@@ -10,6 +10,7 @@
 #include <ggml-cpp.h>
 
 #include "base/error.h"
+#include "kv/geometry.h"
 #include "kv/near_memory.h"
 #include "model/device.h"
 
@@ -21,11 +22,11 @@ class DeviceNearMemory final : public NearMemory {
   static Result<std::unique_ptr<DeviceNearMemory>> create(const Device& device, std::size_t bytes);
 
   ggml_backend_buffer_t buffer() const { return buffer_.get(); }
-  /// What it takes there: bytes(), and what aligning them costs.
+  /// What `bytes` take of the device, with what aligning them costs.
+  static std::size_t bytes_for(std::size_t bytes) { return bytes + kBlockAlignment; }
   std::size_t device_bytes() const { return ggml_backend_buffer_get_size(buffer_.get()); }
 
   std::byte* data() const override { return data_; }
-  std::size_t bytes() const override { return bytes_; }
   bool on_host() const override { return false; }
   void populate() const override {}
   void copy(std::span<const NearCopy> copies) override;
@@ -37,7 +38,6 @@ class DeviceNearMemory final : public NearMemory {
   DeviceNearMemory() = default;
 
   Device device_;
-  std::size_t bytes_ = 0;
   std::byte* data_ = nullptr;
   ggml_backend_buffer_ptr buffer_;
   ggml_context_ptr context_;

@@ -187,7 +187,7 @@ void Forward::pin_threads() {
   });
 }
 
-const ggml_backend_ptr& Forward::backend() const { return device_ ? device_ : cpu_; }
+ggml_backend_t Forward::backend() const { return device_ ? device_.get() : cpu_.get(); }
 const Forward::Places& Forward::host() const { return mirror_ ? *mirror_ : *places_; }
 
 void Forward::begin(std::span<const TokenId> tokens, std::span<const std::uint32_t> positions,
@@ -206,7 +206,7 @@ void Forward::begin(std::span<const TokenId> tokens, std::span<const std::uint32
 LayerRows Forward::project(LayerIndex layer) {
   const bool last = layer.value + 1 == model_.hyperparameters().layers;
   if (device_) send_inputs(layer);
-  run(backend(), current_->layers[layer.value]);
+  compute_graph(backend(), current_->layers[layer.value]);
   if (device_) {
     const bool kv = !options_.attends_on_device;
     fetch({{current_->q, mirror_->q},
@@ -224,26 +224,21 @@ LayerRows Forward::project(LayerIndex layer) {
 const float* Forward::logits() {
   DD_CHECK(current_->logits != nullptr, "begin() named no output rows");
   send_attention();
-  run(backend(), current_->logits);
+  compute_graph(backend(), current_->logits);
   if (device_) fetch({{current_->logits_leaf, mirror_->logits}});
   return reinterpret_cast<const float*>(host().logits);
 }
 
 void Forward::parallel(const std::function<void(std::uint32_t)>& fn) {
   parallel_fn_ = &fn;
-  run(cpu_, parallel_graph_);
+  compute_graph(cpu_.get(), parallel_graph_);
   parallel_fn_ = nullptr;
-}
-
-void Forward::run(const ggml_backend_ptr& backend, ggml_cgraph* graph) {
-  const ggml_status status = ggml_backend_graph_compute(backend.get(), graph);
-  DD_CHECK(status == GGML_STATUS_SUCCESS, "ggml status {}", static_cast<int>(status));
 }
 
 // What a layer reads: the first one embeddings and positions, the others the attention of the one before.
 void Forward::send_inputs(LayerIndex layer) {
   if (layer.value > 0) return send_attention();
-  run(cpu_, current_->embedding);
+  compute_graph(cpu_.get(), current_->embedding);
   send(current_->x[0], mirror_->x[0]);
   send(current_->positions, mirror_->positions);
   if (current_->output_rows != nullptr) send(current_->output_rows, mirror_->output_rows);

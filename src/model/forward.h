@@ -90,7 +90,7 @@ class Forward {
   Status open_backends(const Forward* beside);
   void make_parallel_graph();
   void pin_threads();
-  const ggml_backend_ptr& backend() const;  // of the layers
+  ggml_backend_t backend() const;  // of the layers
   const Places& host() const;
   Graphs& graphs_for(std::uint32_t rows, std::uint32_t outputs);
   std::unique_ptr<Graphs> build(std::uint32_t rows, std::uint32_t outputs);
@@ -98,7 +98,6 @@ class Forward {
   void build_embedding(Graphs& graphs);
   void build_logits(Graphs& graphs);
   bool place_temporaries(Graphs& graphs);
-  static void run(const ggml_backend_ptr& backend, ggml_cgraph* graph);
   void send_inputs(LayerIndex layer);
   void send_attention();
   void send(ggml_tensor* to, const std::byte* from);

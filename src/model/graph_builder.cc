@@ -92,7 +92,7 @@ void multiply_part(ggml_tensor* to, int thread, int threads, void* user) {
   const auto parts = static_cast<std::uint32_t>(threads);
   auto* out = static_cast<float*>(to->data);
   if (!product.added) return multiply(product.matrices, x, rows, part, parts, out);
-  const ggml_tensor* addend = to->src[product.normed && !product.quantised ? 2 : 1];
+  const ggml_tensor* addend = to->src[product.normed ? 2 : 1];
   multiply_add(*product.matrices.front(), x, rows, static_cast<const float*>(addend->data),
                ggml_nrows(addend) == 1 ? 0 : static_cast<std::size_t>(addend->ne[0]), part, parts, out);
 }
@@ -111,6 +111,7 @@ GraphBuilder::Input GraphBuilder::input(ggml_tensor* x) {
   DD_CHECK(from->type == GGML_TYPE_F32 && ggml_is_contiguous(from) && ggml_is_matrix(from), "{}", x->name);
   if (ggml_nelements(from) > kOwnInputsMax) {
     input.sources = {quantised(x, input)};
+    input.product = {};
     input.product.quantised = true;
   }
   return input;
